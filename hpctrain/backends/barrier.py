@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hpctrain.cluster.texts import ranks_text
-from hpctrain.errors import StartError
+from hpctrain.errors import RankMissingError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.messages import GRACE_SECONDS
 
@@ -41,11 +41,11 @@ def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
     that: the connection of a slow rank fails if another rank leaves earlier.
 
     Raises:
-        StartError: names the missing ranks.
+        RankMissingError: names the missing ranks.
     """
     missing = call(store, rendezvous.world.rank, rendezvous.world.world_size, timeout)
     if missing:
-        raise StartError(
+        raise RankMissingError(
             "HT305",
             f"{named(rendezvous, missing)} took part in the rendezvous and {_was(missing)} lost "
             f"before the ranks were connected, within {timeout:.0f} s",

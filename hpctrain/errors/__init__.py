@@ -16,6 +16,7 @@ __all__ = [
     "HpctrainError",
     "NonFiniteError",
     "RankLostError",
+    "RankMissingError",
     "ReplacedError",
     "StartError",
     "UsageError",
@@ -104,6 +105,10 @@ class ContradictionError(UsageError):
 
 class StartError(HpctrainError):
     """A start that failed: of the ranks, of one of their devices, or of a job."""
+
+
+class RankMissingError(StartError):
+    """A start that failed because another rank did not come or cannot be reached."""
 
 
 class RankLostError(HpctrainError):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
-from hpctrain.errors import HpctrainError, RankLostError
+from hpctrain.errors import HpctrainError, RankLostError, RankMissingError
 
 __all__ = ["Failure", "failures", "note_failure", "note_session", "sessions", "shown", "shows"]
 
@@ -49,7 +49,7 @@ def note_session(rank: int, env: Mapping[str, str]) -> None:
 
 def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> None:
     """Record the failure of this rank; later failures of the rank are ignored."""
-    caused_by_other_rank = isinstance(error, RankLostError) or (
+    caused_by_other_rank = isinstance(error, (RankLostError, RankMissingError)) or (
         isinstance(error, HpctrainError) and error.reported_by_rank_0
     )
     description, text = f"{type(error).__name__}: {error}", ""

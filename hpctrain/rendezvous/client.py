@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import StartError, UsageError, repeated
+from hpctrain.errors import RankMissingError, StartError, UsageError, repeated
 from hpctrain.rendezvous.addresses import Names, candidate_hosts, ports
 from hpctrain.rendezvous.key_value_store import KeyValueStore
 from hpctrain.rendezvous.messages import (
@@ -97,7 +97,7 @@ class RendezvousClient:
         """Find rank 0, and return the roster and the nonce of this start.
 
         Raises:
-            StartError: rank 0 cannot be found, or was lost.
+            RankMissingError: rank 0 cannot be found, or was lost.
             HpctrainError: the error that rank 0 sent.
         """
         with self.selector:
@@ -276,10 +276,10 @@ class RendezvousClient:
             parts.append(f"no address in {self.store.where}")
         return "; ".join(parts) or "no answer yet"
 
-    def _not_found(self) -> StartError:
+    def _not_found(self) -> RankMissingError:
         waited = self.clock() - self.began
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
-        return StartError(
+        return RankMissingError(
             "HT202",
             f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"
             + (f" at {where}" if where else "")

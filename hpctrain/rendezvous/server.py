@@ -12,7 +12,7 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError, HpctrainError, StartError
+from hpctrain.errors import ContradictionError, HpctrainError, RankMissingError, StartError
 from hpctrain.rendezvous.addresses import LOOPBACK, candidate_hosts, ports
 from hpctrain.rendezvous.interfaces import reachable
 from hpctrain.rendezvous.key_value_store import KeyValueStore
@@ -278,7 +278,7 @@ class RendezvousServer:
         """Send the roster to all ranks, and wait until all confirm it, so that no rank is lost.
 
         Raises:
-            StartError: names the ranks that did not confirm it.
+            RankMissingError: names the ranks that did not confirm it.
         """
         patience = GRACE_SECONDS + self.world.world_size / 500
         message = {
@@ -292,7 +292,7 @@ class RendezvousServer:
         unconfirmed = [r for r in others if r not in self.by_rank or not self.by_rank[r].confirmed]
         if unconfirmed:
             hosts = {roster.hosts[roster.host_of_rank[rank]]: None for rank in unconfirmed}
-            raise StartError(
+            raise RankMissingError(
                 "HT201",
                 f"{ranks_text(unconfirmed)} of {self.world.world_size} connected and "
                 f"{_were(unconfirmed)} lost: no confirmation of the roster from "
@@ -305,7 +305,7 @@ class RendezvousServer:
     def _absent(self) -> list[int]:
         return sorted(set(range(self.world.world_size)) - set(self.entries))
 
-    def _missing(self) -> StartError:
+    def _missing(self) -> RankMissingError:
         missing = self._absent()
         hosts = {rank: entry["host"] for rank, entry in self.entries.items()} | self.lost
         connected = ranks_text(self.entries, hosts)
@@ -315,7 +315,7 @@ class RendezvousServer:
             details += f"; no connection from {listed(missing_hosts)}"
         if self.peers.accept_error:
             details += f"; connections could not be accepted: {self.peers.accept_error}"
-        return StartError(
+        return RankMissingError(
             "HT201",
             f"{ranks_text(missing)} of {self.world.world_size} did not connect within "
             f"{self.timeout:.0f} s (connected: {connected}{details}). Rank 0 listened at port "

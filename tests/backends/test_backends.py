@@ -12,7 +12,7 @@ from torch import nn
 
 import hpctrain
 import hpctrain.rundir
-from hpctrain.errors import StartError, UsageError
+from hpctrain.errors import RankMissingError, UsageError
 
 # By default one rank, and as many as make the order of sums matter.
 SIZES = pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def fail_to_connect():
 
 def test_rank_that_does_not_connect_is_named_at_once():
     results = ranks.run(3, fail_to_connect, timeout=60)
-    assert [type(result) for result in results] == [StartError] * 3
+    assert [type(result) for result in results] == [RankMissingError] * 3
     assert [result.code for result in results] == ["HT305", "HT306", "HT305"]
     assert "did not connect rank 1 over gloo" in str(results[1])
     for rank in (0, 2):

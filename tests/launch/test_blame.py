@@ -11,6 +11,7 @@ pytestmark = pytest.mark.e2e
     [
         ("kill", 1, "after 3"),
         ("mismatch", 2, "open"),
+        ("mismatch", 1, "step 1"),
         *(
             pytest.param(kind, victim, moment, marks=pytest.mark.slow)
             for kind, victim, moment in [
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.e2e
                 ("exit", 1, "step 0"),
                 ("missing", 2, "before"),
                 ("mismatch", 1, "step 3"),
+                ("abort", 0, "open"),
                 ("mismatch", 0, "run"),
                 ("mismatch", 2, "end"),
                 ("kill", 0, "end"),

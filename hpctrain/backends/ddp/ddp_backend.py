@@ -26,7 +26,7 @@ from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.env_vars import GLOO_INTERFACE
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
-from hpctrain.errors import HpctrainError, RankLostError, StartError, UsageError
+from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, StartError, UsageError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of
 
@@ -91,7 +91,7 @@ class DDP(Backend):
             raise
         except (RuntimeError, ValueError) as error:
             self._environment.put_back()
-            raise StartError(
+            raise RankMissingError(
                 "HT306",
                 f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
                 f"{own} within {start_timeout:.0f} s: {_named(error, rendezvous)}",
@@ -181,6 +181,16 @@ class DDP(Backend):
         else:
             wrapped = [self._wrap(trained.model, init_sync=False)]
         return [*(model for model in idle if model not in wrapped), *wrapped]
+
+    def sync_gradients(self) -> None:
+        """Rearrange the messages of the gradients, once for each model; called by all ranks.
+
+        torch does this at the beginning of the second forward pass, and waits there for all ranks.
+        But a rank may take a forward pass alone, or be elsewhere.
+        """
+        for model in self._wrapped:
+            if not model.rearranged and model.reducer._rebuild_buckets():
+                object.__setattr__(model, "rearranged", True)  # avoids the checks of nn.Module
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Switch the flag of DistributedDataParallel.no_sync() without its context manager."""
@@ -312,10 +322,12 @@ class TransparentDDP(Transparent, DistributedDataParallel):
     Attributes:
         rehearses: whether its next pass with gradients is rehearsed first.
         passed: whether a forward pass has prepared the next backward pass.
+        rearranged: whether the messages follow the order in which the gradients were ready.
     """
 
     rehearses = False
     passed = False
+    rearranged = False
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         super().__init__(module, **arguments)
@@ -329,6 +341,7 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         training = self.training
         DistributedDataParallel.__init__(self, self.module, **arguments)
         self.training = training
+        self.rearranged = False
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run DistributedDataParallel's forward pass, after a rehearsal if one is due."""

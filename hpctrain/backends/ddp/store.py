@@ -7,7 +7,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.backends.barrier import host_of
 from hpctrain.cluster.launchers import base as launching
-from hpctrain.errors import StartError
+from hpctrain.errors import RankMissingError
 from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["AgentStore", "first_line", "open_store"]
@@ -23,7 +23,7 @@ class AgentStore:
         timeout: seconds to connect to it.
 
     Raises:
-        StartError: the store does not answer.
+        RankMissingError: the store does not answer.
     """
 
     def __init__(self, place: launching.LauncherStore, timeout: float) -> None:
@@ -37,7 +37,7 @@ class AgentStore:
                 wait_for_workers=False,
             )
         except (RuntimeError, ValueError) as error:
-            raise StartError(
+            raise RankMissingError(
                 "HT304",
                 f"{self.where} does not answer within {timeout:.0f} s: {first_line(error)}",
                 "torchrun's first agent there",
@@ -87,7 +87,7 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
             use_libuv=False,  # libuv takes a bound socket only from torch 2.8 on
         )
     except (RuntimeError, ValueError):  # torch's message has an address that does not help
-        raise StartError(
+        raise RankMissingError(
             "HT304",
             f"rank {world.rank} on {host_of(rendezvous, world.rank)} cannot open the store of "
             f"rank 0 at {roster.addresses[0]} port {roster.port}, on {host_of(rendezvous, 0)}, "

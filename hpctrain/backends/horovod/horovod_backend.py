@@ -28,7 +28,7 @@ from hpctrain.backends.horovod.survivors import Survivors
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World
-from hpctrain.errors import HpctrainError, StartError, UsageError
+from hpctrain.errors import HpctrainError, RankMissingError, StartError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Rendezvous
 
@@ -166,7 +166,7 @@ class Horovod(Backend):
         """Run hvd.init() in a thread, as it waits without end for missing ranks.
 
         Raises:
-            StartError: it does not finish in time.
+            RankMissingError: it does not finish in time.
             RankLostError: another rank was lost or failed before the end.
         """
         limit, failed = self._settings.start_timeout, []
@@ -192,7 +192,7 @@ class Horovod(Backend):
             # At the end of the process, Horovod's shutdown would wait for hvd.init().
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             world = self._rendezvous.world
-            raise StartError(
+            raise RankMissingError(
                 "HT306",
                 f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
                 + (f": {failed[0]}" if failed else ""),
