@@ -18,7 +18,7 @@ from pathlib import Path
 # How a rank fails: in Python, in C, by a signal, by an exit, or by a sum on this rank alone.
 KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing", "mismatch")
 RANKS, STEPS = 3, 6
-TIMEOUT = 180  # seconds until a start counts as a hang
+TIMEOUT = 90  # seconds until a start counts as a hang
 
 SCRIPT = """
 import os, signal, sys
