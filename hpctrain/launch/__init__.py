@@ -82,6 +82,10 @@ def start(
             name = signal.Signals(outcome.signal).name
             exit_status = exit_codes.STOPPED, f"{name} was received before the session was open"
     if not (exit_status and exit_status[0] == exit_codes.STOPPED):
+        # The package's own commands, such as `-m hpctrain doctor`, train nothing.
+        trains = list(command[1:3]) != ["-m", "hpctrain"]
+        if trains and outcome.first is None and not outcome.sessions:
+            _report_missing_sessions(len(outcome.ranks))
         _report_first_failure(outcome)
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     # An exit status of 0 does not cover errors of a rank after its session.
@@ -116,16 +120,20 @@ def start_elastic(
     return exit_status[0]
 
 
-def _report_first_failure(outcome: supervisor.Outcome) -> None:
-    """Print which rank failed first, because its error is the cause of the other errors."""
-    if outcome.first is None and not outcome.sessions and len(outcome.ranks) > 1:
+def _report_missing_sessions(ranks: int) -> None:
+    """Print that no rank of a start has opened a session."""
+    if ranks > 1:
         write_stderr(
-            f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
+            f"hpctrain: none of the {ranks} ranks has opened a Session: unless the "
             "script connects them itself, each rank has trained alone\n"
             "  expected: with hpctrain.Session(…) as session: in the script\n"
             "  fix:      hpctrain run --as torchrun SCRIPT, for a script that reads RANK and "
             "WORLD_SIZE\n"
         )
+
+
+def _report_first_failure(outcome: supervisor.Outcome) -> None:
+    """Print which rank failed first, because its error is the cause of the other errors."""
     first = outcome.first
     if first is None or len(outcome.ranks) == 1:
         return

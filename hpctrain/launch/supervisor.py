@@ -167,9 +167,13 @@ class _Watch:
             folder: folder with the failure records of the ranks.
         """
         failures = failure_record.failures(folder)
-        first = _first(self._failed, failures)
+        # The end of a rank can take longer than this process waits for it.
+        recorded = [rank for rank in self._ranks if rank.code and rank.number in failures]
+        first = _first([*self._failed, *recorded], failures) if self._failed else None
         if first is not None:
             first.failure = failures.get(first.number)
+            if first.failure is not None and first not in self._failed:
+                first.code = first.failure.exit_code
             first.shown = first.failure is not None and first.failure.pid == failure_record.shown(
                 folder
             )

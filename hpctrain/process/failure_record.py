@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
-from hpctrain.errors import HpctrainError, RankLostError, RankMissingError
+from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, exit_codes
 
 __all__ = ["Failure", "failures", "note_failure", "note_session", "sessions", "shown", "shows"]
 
@@ -32,6 +32,7 @@ class Failure:
         caused_by_other_rank: whether the failure of another rank caused it.
         description: text for the user.
         pid: process id of the rank.
+        exit_code: exit code with which the rank is about to end.
         traceback: traceback of the error; empty for an error of hpctrain and for SystemExit.
     """
 
@@ -39,6 +40,7 @@ class Failure:
     caused_by_other_rank: bool
     description: str
     pid: int
+    exit_code: int = exit_codes.FAILED
     traceback: str = ""
 
 
@@ -52,12 +54,14 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
     caused_by_other_rank = isinstance(error, (RankLostError, RankMissingError)) or (
         isinstance(error, HpctrainError) and error.reported_by_rank_0
     )
-    description, text = f"{type(error).__name__}: {error}", ""
+    description, code, text = f"{type(error).__name__}: {error}", exit_codes.FAILED, ""
     if isinstance(error, HpctrainError):
-        description = error.found
+        description, code = error.found, error.exit_code
     elif not isinstance(error, SystemExit):
         text = "".join(traceback.format_exception(error))
-    failure = Failure(time.monotonic(), caused_by_other_rank, description, os.getpid(), text)
+    elif isinstance(error.code, int):
+        code = error.code
+    failure = Failure(time.monotonic(), caused_by_other_rank, description, os.getpid(), code, text)
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 

@@ -37,6 +37,34 @@ def test_rank_that_failed_first_is_named(kind, victim, moment, backend):
     assert output.count("Traceback (most recent call last)") <= 1, output
 
 
+LINGERS = """
+import atexit, signal
+import torch
+import hpctrain
+
+rank = hpctrain.detect().rank
+if rank == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit.register(signal.pause)
+with hpctrain.Session(batch_size=4) as session:
+    if rank == 1:
+        raise ValueError("the cause")
+    session.sum(1)
+"""
+
+
+@pytest.mark.slow  # `hpctrain run` waits five seconds for the end of the rank
+def test_rank_that_failed_first_is_named_although_it_does_not_end_by_itself(tmp_path):
+    import launches
+
+    script = tmp_path / "train.py"
+    script.write_text(LINGERS)
+    command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
+    done = launches.start(command, tmp_path)
+    assert "rank 1 failed first, with exit code 1: ValueError: the cause" in done.stderr
+    assert done.returncode == 1
+
+
 def test_traceback_that_all_ranks_have_is_shown_once(tmp_path):
     output = run_failing_ranks(tmp_path)
     assert output.count("Traceback (most recent call last)") == 1, output
@@ -62,3 +90,7 @@ def test_ranks_without_a_session_are_named_at_the_end(tmp_path):
     done = launches.start(command, tmp_path)
     assert done.returncode == 0
     assert "none of the 2 ranks has opened a Session" in done.stderr
+    module = [*command[:-1], "-m", "hpctrain", "explain"]
+    done = launches.start(module, tmp_path)
+    assert done.returncode == 0
+    assert "Session" not in done.stderr
