@@ -12,7 +12,7 @@ from hpctrain.errors import UsageError
 __all__ = ["add"]
 
 _ELASTIC = "hpctrain run --elastic --hosts node1:2,node2:2 SCRIPT"
-_BY_HAND = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
+_MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
 
 
 def add(subparsers: Any) -> None:
@@ -164,26 +164,26 @@ def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
             "HT804",
             f"{set_options} without {' and '.join(missing)}",
             "all of them for one of several real hosts, or --nodes alone to simulate hosts here",
-            _BY_HAND,
+            _MANUAL,
         )
     if arguments.style is not None:
         raise UsageError(
             "HT804",
             f"--as {arguments.style} together with --node-rank",
             "one of them: --as simulates all hosts on this machine",
-            _BY_HAND,
+            _MANUAL,
         )
     if not 0 <= arguments.node_rank < arguments.nodes:
         raise UsageError(
             "HT804",
             f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}",
             f"a node rank from 0 to {arguments.nodes - 1}, another one on each host",
-            _BY_HAND,
+            _MANUAL,
         )
     if not arguments.main_address.strip():
-        raise UsageError("HT804", "an empty --main-address", "name or address of host 0", _BY_HAND)
+        raise UsageError("HT804", "an empty --main-address", "name or address of host 0", _MANUAL)
     if not 1 <= arguments.main_port < 1 << 16:
         raise UsageError(
-            "HT804", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _BY_HAND
+            "HT804", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _MANUAL
         )
     return launch.RealHost(arguments.node_rank, arguments.main_address, arguments.main_port)
