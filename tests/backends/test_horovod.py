@@ -95,7 +95,12 @@ SILENT = "rank {} on node1: no answer"
         (wait_for_the_others, 2, 4, SILENT),
         pytest.param(stop_process, 0, 4, SILENT, marks=pytest.mark.slow),
         pytest.param(
-            *(exit_without_error, 2, 4, "rank 1 waits for gradients; rank {} waits for the other ranks"),
+            *(
+                exit_without_error,
+                2,
+                4,
+                "rank 1 waits for gradients; rank {} waits for the other ranks",
+            ),
             marks=pytest.mark.slow,
         ),
     ],

@@ -86,6 +86,7 @@ def start(kind, victim, moment, backend="ddp"):
             hang.start()
             _, output = process.communicate()
             hang.cancel()
+            hang.join()
     patterns = [r"^hpctrain: rank (\d+) failed first"]
     if kind == "mismatch":  # all ranks fail; the message names the one that differs
         patterns = [r"(?:same: |; )rank (\d+): ", r"(?:places: |; )rank (\d+) is at", *patterns]

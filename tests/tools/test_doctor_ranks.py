@@ -77,7 +77,7 @@ def test_doctor_under_hpctrain_run_in_text(tmp_path):
     assert "3 ranks on 3 hosts" in output
     for host in ("node1", "node2", "node3"):
         assert host in output
-    assert "all ranks on 3 hosts see the same" in output
+    assert "all ranks on 3 hosts have the same" in output
     assert "exact at all ranks, over gloo" in output
     assert "6 ways: " in output
     assert list(tmp_path.iterdir()) == []
