@@ -243,6 +243,9 @@ class Run:
         self._begun = True
         context = self._context
         options, world = context.options, context.world
+        if not self._compared:
+            self._compared = True
+            self._look_around()
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
         random_states.seed(number, context.device, options.seed_everything)
         iterator, length = self._begin(loader)
@@ -289,9 +292,6 @@ class Run:
         self._events.phase(WAITING)
         meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
         self._events.phase(IDLE)
-        if not self._compared:
-            self._compared = True
-            self._look_around()
         self._plan(length)
         iterator = data.begin_epoch(
             loader, context.samplers, context.placement, self.epoch, self._batches
@@ -314,6 +314,9 @@ class Run:
                 "its own samples; session.sum(), or --backend ddp"
             )
         hosts = [context.roster.hosts[host] for host in context.roster.host_of_rank]
+        self._events.phase(WAITING)
+        meet(context.backend, "the first call of run.batches()")
+        self._events.phase(IDLE)
         prepare.refuse_other_data(context.backend, hosts, context.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -139,12 +139,12 @@ def test_imagenet_max_corrupt_ends_run_after_first_epoch(tmp_path, photographs):
     shutil.copytree(photographs, folder)
     for number in (1, 2):
         (folder / "train" / f"photo{number:03d}" / "000001.jpg").write_bytes(b"")
-    done = start("imagenet", tmp_path / "run", "--data", folder, *SMALL, "--log-every", "1")
+    done = start("imagenet", tmp_path / "run", "--data", folder, *SMALL)
     assert done.returncode == 1
     assert f"3 images of {folder}/train cannot be decoded" in done.stderr
     assert "or:       --max-corrupt 6" in done.stderr
     assert "Traceback" not in done.stderr
-    assert {row["epoch"] for row in launches.rows(tmp_path / "run")} == {0}
+    assert all(row["epoch"] == 0 for row in launches.rows(tmp_path / "run"))
 
 
 def test_imagenet_max_corrupt_counts_images_of_an_epoch(imagenet):

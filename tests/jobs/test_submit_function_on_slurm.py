@@ -276,4 +276,4 @@ def test_submit_function_without_session_is_not_requeued_at_time_limit(cluster, 
     number, reason = drive(LIMITED)
     facts = cluster.job(number)
     assert (facts["JobState"], facts["Restarts"]) == ("TIMEOUT", "0")
-    assert f"job {number} ended as TIMEOUT: its time ended" in reason
+    assert f"job {number} ended as TIMEOUT: it was still running at its time limit" in reason

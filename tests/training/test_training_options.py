@@ -445,7 +445,7 @@ def misuse_optimizer(how):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
         if how == "closure":
             optimizer = torch.optim.LBFGS(model.parameters())
-        if how == "unprepared":
+        if how == "unknown parameter":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         if how == "scheduler":
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -459,7 +459,7 @@ def misuse_optimizer(how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("unprepared", "1 parameters of the SGD are in no prepared model"),
+        ("unknown parameter", "1 parameters of the SGD are in no prepared model"),
         ("scheduler", "a scheduler was made before session.prepare()"),
         ("closure", "a LBFGS, whose step calls a closure"),
         ("unprepared", "an optimizer that was not prepared"),
