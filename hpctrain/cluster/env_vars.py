@@ -31,8 +31,8 @@ EVIDENCE = "HPCTRAIN_EVIDENCE"  # folder for the ranks' failure records
 STOP_FILE = "HPCTRAIN_STOP_FILE"  # file that makes the run save and exit
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 
-# Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
-_OF_ONE_RANK = (
+# The fields of a `World`, for a rank of `hpctrain run`.
+WORLD = (
     "HPCTRAIN_RANK",
     "HPCTRAIN_WORLD_SIZE",
     "HPCTRAIN_LOCAL_RANK",
@@ -40,6 +40,11 @@ _OF_ONE_RANK = (
     "HPCTRAIN_NODE_RANK",
     "HPCTRAIN_NUM_NODES",
     "HPCTRAIN_HOSTS",
+)
+
+# Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
+_OF_ONE_RANK = (
+    *WORLD,
     LAUNCHER,
     HOSTNAME,
     START,

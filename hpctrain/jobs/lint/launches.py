@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.jobs.lint.bash import Command, Shell, read
+from hpctrain.jobs.lint.sbatch_options import SHORT, argument
 from hpctrain.jobs.lint.variables import Variables
 
 __all__ = ["Launch", "kind_of_program", "launches"]
@@ -26,35 +27,12 @@ _SRUN_FLAGS = _listed(
     whole x11 container-mount-home container-writable container-readonly container-remap-root
     """
 )
+# Short options that take an argument: those of sbatch, except --array, and three more.
 _SRUN_SHORT = {
-    "A": "account",
-    "B": "extra-node-info",
-    "b": "begin",
-    "c": "cpus-per-task",
-    "C": "constraint",
-    "d": "dependency",
-    "D": "chdir",
-    "e": "error",
-    "F": "nodefile",
-    "G": "gpus",
-    "i": "input",
-    "J": "job-name",
-    "L": "licenses",
-    "m": "distribution",
-    "M": "clusters",
-    "n": "ntasks",
-    "N": "nodes",
-    "o": "output",
-    "p": "partition",
-    "q": "qos",
-    "r": "relative",
-    "S": "core-spec",
-    "t": "time",
-    "T": "threads",
-    "w": "nodelist",
-    "W": "wait",
-    "x": "exclude",
-}
+    letter: name
+    for letter, name in SHORT.items()
+    if argument(name) == "required" and name != "array"
+} | {"r": "relative", "T": "threads", "W": "wait"}
 _WRAPPERS = frozenset(("exec", "time", "command", "nohup", "env", "builtin", "setsid"))
 _ELSEWHERE = _listed(
     """
