@@ -109,7 +109,7 @@ def _run(program: Program, cluster: Cluster, folder: Path, with_: Mapping[str, s
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             env = _environ(program, work, cluster)
             cluster.run(argv, program.host, cwd=work, env=env, timeout=300, **streams)
-        deadline = time.monotonic() + 60 if program.in_background else 0
+        deadline = time.monotonic() + 300 if program.in_background else 0
         while not _complete(program, work) and time.monotonic() < deadline:
             time.sleep(0.1)
     except subprocess.TimeoutExpired as error:
