@@ -79,7 +79,7 @@ def test_doctor_under_hpctrain_run_in_text(tmp_path):
         assert host in output
     assert "all ranks on 3 hosts have the same" in output
     assert "exact at all ranks, over gloo" in output
-    assert "6 ways: " in output
+    assert "6 transfers: " in output
     assert list(tmp_path.iterdir()) == []
 
 
