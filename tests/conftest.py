@@ -241,9 +241,9 @@ def fashion_mnist(lacking):
 def scrubbed_environ():
     names = (name for name in os.environ if not name.startswith("HPCTRAIN_"))
     environ = env_vars.scrubbed({name: os.environ[name] for name in names})
-    if "HPCTRAIN_CACHE" in os.environ:
-        environ["HPCTRAIN_CACHE"] = os.environ["HPCTRAIN_CACHE"]
-    return environ
+    # The user's folders for files and for the test cluster.
+    kept = ("HPCTRAIN_CACHE", "HPCTRAIN_TEST_CLUSTER")
+    return environ | {name: os.environ[name] for name in kept if name in os.environ}
 
 
 def child_processes():
