@@ -12,6 +12,7 @@ and none failed. Only in a clean tree, and with all slow tests. Then: python ben
 import argparse
 import ast
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,9 @@ def read(path: Path) -> list[Case]:
     """Return the cases of a JUnit file of pytest, of the family xunit1."""
     cases = []
     for node in Xml.parse(path).iter("testcase"):
-        test, _, parameters = node.get("name", "").partition("[")
+        # pytest-xdist appends the group of a test.
+        name = re.sub(r"@[\w-]+\Z", "", node.get("name", ""))
+        test, _, parameters = name.partition("[")
         words = parameters.removesuffix("]").split("-")
         backend = next((BACKENDS[word] for word in words if word in BACKENDS), "")
         outcome = next((OUTCOMES[child.tag] for child in node if child.tag in OUTCOMES), "passed")
