@@ -12,12 +12,26 @@ from hpctrain.errors import HpctrainError
 
 __all__ = ["main"]
 
-# Each is a module of this package with `add(subparsers)`, which sets the default `command` to a
-# function that takes the parsed arguments and returns an exit code.
-COMMANDS = (
-    *("run", "submit", "status", "cancel", "requeue", "render", "lint", "site"),
-    *("explain", "doctor", "bench", "report", "hostlist", "export", "horovod", "shards"),
-)
+# Each is a module of this package with `add(parser)`, which adds the arguments of the command, and
+# sets the default `command` to a function that takes the parsed arguments and returns an exit code.
+COMMANDS = {
+    "run": "start ranks on this machine",
+    "submit": "submit a job with sbatch or submitit, or run it on this machine",
+    "status": "show your jobs, why they wait, and the progress of their runs",
+    "cancel": "cancel jobs; their checkpoints are kept",
+    "requeue": "start jobs again from their last checkpoints",
+    "render": "write the batch script of a job",
+    "lint": "find errors in an sbatch script",
+    "site": "show a first site.sh for this cluster, or write it",
+    "explain": "show the rank of this process and its variables, or explain an error",
+    "doctor": "check this machine, or under a launcher all ranks and a sum over them",
+    "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",
+    "report": "show the results of runs on one HTML page",
+    "hostlist": "expand a Slurm host list, or write one",
+    "export": "write the weights of a checkpoint as safetensors",
+    "horovod": "build and install a Horovod that fits the installed torch",
+    "shards": "write folders of images to a few large files",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,9 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    # Only the given command, or all for --help: importing all takes longer than most commands.
-    for name in given[:1] if given[:1] and given[0] in COMMANDS else COMMANDS:
-        importlib.import_module(f"hpctrain.cli.{name}").add(subparsers)
+    for name, text in COMMANDS.items():
+        command = subparsers.add_parser(name, help=text)
+        # Importing all takes longer than most commands.
+        if given[:1] == [name]:
+            importlib.import_module(f"hpctrain.cli.{name}").add(command)
     try:
         parsed = parser.parse_args(given)
         code = int(parsed.command(parsed))

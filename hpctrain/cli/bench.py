@@ -11,14 +11,12 @@ from hpctrain.tools.bench.measure import size
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure this machine or all ranks of a start: steps, sums, input, checkpoints",
-        description="Measures in place of your script, as in srun hpctrain bench allreduce, or "
+    parser.description = (
+        "Measures in place of your script, as in srun hpctrain bench allreduce, or "
         "on this machine alone. Each figure has a baseline beside it; the two are measured in turn "
-        "in the same processes. Rank 0 shows a table.",
+        "in the same processes. Rank 0 shows a table."
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     for add_kind in (_add_step, _add_allreduce, _add_input, _add_checkpoint):

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-from typing import Any
 
 from hpctrain import rundir
 from hpctrain.cli.terminal import put
@@ -15,13 +14,11 @@ from hpctrain.jobs import lookup, run_progress
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "cancel",
-        help="cancel jobs; their checkpoints are kept",
-        description="Cancels the named jobs and nothing else: if a name fits several jobs that "
-        "have not ended, lists them and cancels none.",
+    parser.description = (
+        "Cancels the named jobs and nothing else: if a name fits several jobs that "
+        "have not ended, lists them and cancels none."
     )
     parser.add_argument(
         "names", nargs="+", metavar="RUN", help="job number, run directory, or job name"

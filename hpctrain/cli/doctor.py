@@ -2,22 +2,19 @@
 
 import argparse
 import importlib
-from typing import Any
 
 from hpctrain.cli.argument_types import seconds
 
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine, or under a launcher all ranks and a sum over them",
-        description="Checks what training needs on this machine, and shows what to type if "
+    parser.description = (
+        "Checks what training needs on this machine, and shows what to type if "
         "something is missing. In place of your script, as in srun hpctrain doctor, it checks "
         "all ranks, compares them, and checks and times a sum over them. Exit code 1 if there "
-        "is a problem.",
+        "is a problem."
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(

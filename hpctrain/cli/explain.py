@@ -26,14 +26,12 @@ _FIELDS = (
 )
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="show the rank of this process and its variables, or explain an error",
-        description="Shows what the launcher of this process has set, each value with its "
+    parser.description = (
+        "Shows what the launcher of this process has set, each value with its "
         "variable, and the variables that are not used. Put it in place of your script: "
-        "srun hpctrain explain. With the code of an error, it shows meaning, causes and fix.",
+        "srun hpctrain explain. With the code of an error, it shows meaning, causes and fix."
     )
     parser.add_argument("code", nargs="?", metavar="CODE", help="code of an error, such as HT101")
     parser.add_argument("--json", action="store_true", help="write JSON")

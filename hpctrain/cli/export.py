@@ -4,21 +4,18 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write the weights of a checkpoint as safetensors",
-        description="Writes the weights and buffers of the newest complete checkpoint of a run to "
+    parser.description = (
+        "Writes the weights and buffers of the newest complete checkpoint of a run to "
         "a file that other programs read without running code. With several models, the names "
-        "begin with model0. and so on.",
+        "begin with model0. and so on."
     )
     parser.add_argument("run", metavar="RUN_DIR", help="run directory")
     parser.add_argument(

@@ -3,18 +3,13 @@
 import argparse
 import os
 import sys
-from typing import Any
 
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "horovod",
-        help="build and install a Horovod that fits the installed torch",
-        description="Commands for Horovod.",
-    )
+    parser.description = "Commands for Horovod."
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "build",

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from typing import Any
 
 from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.errors import UsageError
@@ -13,12 +12,10 @@ __all__ = ["add"]
 _MOST_BYTES = 2**24
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "hostlist",
-        help="expand a Slurm host list, or write one",
-        description="Prints one host per line, or with --compress one expression for all names.",
+    parser.description = (
+        "Prints one host per line, or with --compress one expression for all names."
     )
     parser.add_argument(
         "names",

@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.lint import LintFinding, lint
@@ -18,14 +17,12 @@ __all__ = ["add"]
 _MOST_BYTES = 2**20
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "lint",
-        help="find errors in an sbatch script",
-        description="Reads batch scripts for sbatch, also those not made by hpctrain, and prints "
+    parser.description = (
+        "Reads batch scripts for sbatch, also those not made by hpctrain, and prints "
         "their errors: file, line, rule, reason, and what to type. Exit code 1 if there is an "
-        "error. Log folders are searched for in the current folder, as sbatch does.",
+        "error. Log folders are searched for in the current folder, as sbatch does."
     )
     parser.add_argument(
         "scripts", nargs="+", metavar="SCRIPT", help="batch script; - reads standard input"

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from hpctrain.cli.job_options import add_job_options, spec_from
 from hpctrain.errors import UsageError
@@ -12,14 +11,12 @@ from hpctrain.jobs.script import render
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "render",
-        allow_abbrev=False,
-        help="write the batch script of a job",
-        description="Writes the script that `hpctrain submit` would pass to sbatch to standard "
-        "output, without asking Slurm or starting a process.",
+    parser.allow_abbrev = False  # options after the command belong to it
+    parser.description = (
+        "Writes the script that `hpctrain submit` would pass to sbatch to standard "
+        "output, without asking Slurm or starting a process."
     )
     parser.add_argument("-o", "--to", metavar="FILE", help="new file for the script")
     add_job_options(parser)

@@ -3,21 +3,18 @@
 import argparse
 import importlib
 import sys
-from typing import Any
 
 from hpctrain.errors import exit_codes
 
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "report",
-        help="show the results of runs on one HTML page",
-        description="Writes one HTML page with the curves, times, starts and options of a run, or "
+    parser.description = (
+        "Writes one HTML page with the curves, times, starts and options of a run, or "
         "of several runs side by side, and the figures as PNG files to a folder beside it. The "
-        "page needs no other file and no network.",
+        "page needs no other file and no network."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directory")
     parser.add_argument(

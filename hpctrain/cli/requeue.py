@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from typing import Any
 
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
@@ -17,14 +16,12 @@ __all__ = ["add"]
 _LEFT_ALONE = ("PENDING", "COMPLETED", "CANCELLED")
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "requeue",
-        help="start jobs again from their last checkpoints",
-        description="The job keeps its number and continues in the same run directory. A running "
+    parser.description = (
+        "The job keeps its number and continues in the same run directory. A running "
         "job is ended first, and the steps after its last checkpoint are repeated. For a job "
-        "array, requeues the tasks that run or have failed.",
+        "array, requeues the tasks that run or have failed."
     )
     parser.add_argument(
         "names", nargs="+", metavar="RUN", help="job number, run directory, or job name"

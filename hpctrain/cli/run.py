@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from hpctrain import launch
 from hpctrain.errors import UsageError
@@ -15,16 +14,14 @@ _ELASTIC = "hpctrain run --elastic --hosts node1:2,node2:2 SCRIPT"
 _MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "run",
-        allow_abbrev=False,  # options after SCRIPT belong to the script
-        help="start ranks on this machine",
-        description="Start a Python script once for each rank, on this machine. Each output line "
+    parser.allow_abbrev = False  # options after the command belong to it
+    parser.description = (
+        "Start a Python script once for each rank, on this machine. Each output line "
         "begins with the number of its rank. Several nodes are simulated on this machine, unless "
         "--node-rank is given: then type the same command on each of several real hosts, with the "
-        "--node-rank of the host.",
+        "--node-rank of the host."
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: 1)")
     parser.add_argument(

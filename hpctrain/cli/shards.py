@@ -5,7 +5,6 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from hpctrain.data.shards import build_index, make
 from hpctrain.data.shards.index import path_of, shard_paths
@@ -16,14 +15,12 @@ __all__ = ["add"]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "shards",
-        help="write folders of images to a few large files",
-        description="A shared file system opens a few large files faster than a million small "
+    parser.description = (
+        "A shared file system opens a few large files faster than a million small "
         "ones. The tar files contain KEY.jpg and KEY.cls, as in WebDataset, and the index gives "
-        "the position of each image. Training reads either layout, with the same numbers.",
+        "the position of each image. Training reads either layout, with the same numbers."
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     command = kinds.add_parser(

@@ -4,7 +4,6 @@ import argparse
 import os
 import pwd
 import sys
-from typing import Any
 
 from hpctrain import rundir
 from hpctrain.cli.terminal import put
@@ -30,13 +29,11 @@ _TAIL = """
 """
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "site",
-        help="show a first site.sh for this cluster, or write it",
-        description="Settings for all jobs on this cluster, for ${HPCTRAIN_SITE:-$HOME/.config/"
-        "hpctrain/site.sh}: account and partition from Slurm, and lines to fill in for modules.",
+    parser.description = (
+        "Settings for all jobs on this cluster, for ${HPCTRAIN_SITE:-$HOME/.config/"
+        "hpctrain/site.sh}: account and partition from Slurm, and lines to fill in for modules."
     )
     parser.add_argument(
         "--write", action="store_true", help="write the file; an existing file is not overwritten"

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
@@ -17,13 +16,11 @@ from hpctrain.jobs.job_status import JobStatus
 __all__ = ["add"]
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "status",
-        help="show your jobs, why they wait, and the progress of their runs",
-        description="Shows your jobs that wait or run, and ended jobs that Slurm still lists. "
-        "Without Slurm, shows the runs below ./runs.",
+    parser.description = (
+        "Shows your jobs that wait or run, and ended jobs that Slurm still lists. "
+        "Without Slurm, shows the runs below ./runs."
     )
     parser.add_argument(
         "names", nargs="*", metavar="RUN", help="job number, run directory, or job name"

@@ -18,15 +18,13 @@ _MOST_LOGS = 10
 _DETACHED = 130  # a shell's exit code after Ctrl-C
 
 
-def add(subparsers: Any) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
-    parser = subparsers.add_parser(
-        "submit",
-        allow_abbrev=False,
-        help="submit a job with sbatch or submitit, or run it on this machine",
-        description="Writes the batch script of a job and submits it from the current folder. "
+    parser.allow_abbrev = False  # options after the command belong to it
+    parser.description = (
+        "Writes the batch script of a job and submits it from the current folder. "
         "Standard output gets only the job's number. Options override JOB.toml, which overrides "
-        "the profile of --cluster, which overrides site.sh.",
+        "the profile of --cluster, which overrides site.sh."
     )
     parser.add_argument(
         "--via",
