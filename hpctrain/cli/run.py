@@ -1,126 +1,227 @@
-"""`hpctrain run`: start ranks on this machine, or with --elastic on several machines."""
+"""`hpctrain run`: start the ranks of a program where it stands.
+
+The place decides: on a machine without a launcher, ranks here; in a batch script or an allocation's
+shell, ranks on all hosts of the job; inside of a rank, the program in its place.
+"""
 
 import argparse
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpctrain import launch
 from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.launch.attempts import Policy
 
 __all__ = ["add"]
 
 _ELASTIC = "hpctrain run --elastic --hosts node1:2,node2:2 SCRIPT"
 _MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
+# Values of `rank_environment.AS`, which is imported only when it is needed.
+_STYLES = ("hpctrain", "slurm", "torchrun", "mpi", "horovod")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command."""
-    parser.allow_abbrev = False  # options after the command belong to it
+    """Add the arguments of the command."""
+    parser.allow_abbrev = False  # options after SCRIPT belong to the script
+    parser.usage = "hpctrain run [options] SCRIPT.py ARGS | -m MODULE ARGS | -- PROGRAM ARGS"
     parser.description = (
-        "Start a Python script once for each rank, on this machine. Each output line "
-        "begins with the number of its rank. Several nodes are simulated on this machine, unless "
-        "--node-rank is given: then type the same command on each of several real hosts, with the "
-        "--node-rank of the host."
+        "Start a program once for each rank, and wait for all of them. On a machine without a "
+        "launcher, the ranks start here. In a batch script of Slurm, or in the shell of salloc, "
+        "they start on all hosts of the job. Inside of a task that srun, mpirun or another "
+        "launcher has started, the program becomes one rank. The program finds the variables of "
+        "torchrun and of horovodrun; it need not know hpctrain."
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: 1)")
     parser.add_argument(
         "--nproc-per-node",
         "--ntasks-per-node",
-        default="auto",
         metavar="M",
-        help="ranks of each node: a number, a list such as 2,1, or auto (default): one for each "
-        "GPU, or one if there is no GPU",
+        help="ranks of each host: a number, a list such as 2,1, or auto: one for each GPU, or one "
+        "if there is no GPU (default: the tasks of the job if it has several on a host, else auto)",
     )
     parser.add_argument(
-        "--as",
-        dest="style",
-        choices=list(launch.AS),
-        help="launcher whose environment variables the ranks get (default: hpctrain)",
+        "-m", "--module", action="store_true", help="run a module, as python -m does"
     )
-    real = parser.add_argument_group("one of several real hosts")
+    job = parser.add_argument_group("in a job")
+    job.add_argument(
+        "--max-attempts",
+        type=int,
+        metavar="N",
+        help="attempts in a row without a new checkpoint after which the run is given up "
+        "(default: 3)",
+    )
+    job.add_argument(
+        "--retry",
+        action="store_true",
+        help="start a program without a Session again, too, after it has failed",
+    )
+    job.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on with the remaining hosts if one is lost; the program has to resume with fewer "
+        "ranks (--elastic --global-batch N among its own options)",
+    )
+    job.add_argument(
+        "--hosts",
+        metavar="HOST:N,…",
+        help="with --elastic, outside of a job: hosts, and ranks on each, started over ssh",
+    )
+    job.add_argument(
+        "--min-nproc",
+        type=int,
+        metavar="N",
+        help="with --elastic: smallest number of ranks to go on (default: 1)",
+    )
+    real = parser.add_argument_group(
+        "one of several hosts without a scheduler: type the command on each"
+    )
     real.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
     real.add_argument("--main-address", metavar="HOST", help="name or address of host 0")
     real.add_argument(
         "--main-port", type=int, metavar="PORT", help="free port on host 0, from 1 to 65535"
     )
-    elastic = parser.add_argument_group("on hosts of which some may be lost")
-    elastic.add_argument(
-        "--elastic",
-        action="store_true",
-        help="start the ranks on all hosts, and again on the remaining hosts if one is lost; "
-        "SCRIPT has to resume (--elastic --global-batch N among its own options)",
+    simulated = parser.add_argument_group("simulated on this machine")
+    simulated.add_argument("--nodes", type=int, metavar="N", help="number of hosts")
+    simulated.add_argument(
+        "--as",
+        dest="style",
+        choices=_STYLES,
+        help="launcher whose environment variables the ranks get",
     )
-    elastic.add_argument(
-        "--hosts",
-        metavar="HOST:N,…",
-        help="hosts, and ranks on each, which horovodrun starts over ssh (default: hosts of the "
-        "Slurm job, by srun)",
-    )
-    elastic.add_argument(
-        "--min-nproc", type=int, metavar="N", help="smallest number of ranks to go on (default: 1)"
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="Python file")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of SCRIPT"
-    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    if arguments.elastic:
-        return _elastic(arguments)
-    for name in ("hosts", "min_nproc"):
-        if getattr(arguments, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError("HT804", f"{flag} without --elastic", "both", _ELASTIC)
+    command, script, rest = _command(arguments)
+    nproc = arguments.nproc_per_node
+    env = os.environ
+    _check_combination(arguments)
+    if arguments.node_rank is not None:
+        from hpctrain.launch import starts
+
+        return starts.on_one_of_several_hosts(
+            command, nproc or "auto", env, arguments.node_rank, arguments.nodes,
+            arguments.main_address, arguments.main_port,
+        )  # fmt: skip
+    if arguments.hosts is not None:
+        return _over_ssh(arguments, command, script, rest, env)
+    if arguments.nodes is not None or arguments.style is not None:
+        return _simulated(arguments, command, env)
+    return _by_place(arguments, command, script, rest, env)
+
+
+def _by_place(
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    script: str,
+    rest: Sequence[str],
+    env: Mapping[str, str],
+) -> int:
+    from hpctrain.cluster import env_vars, launchers
+
+    start = launchers.survey()
+    name = start.world.launcher
+    # The shell of `srun --pty` has the variables of a rank.
+    shell = bool(env.get("SLURM_PTY_PORT")) and name == "slurm"
+    nproc = arguments.nproc_per_node
+    if name not in ("none", "hpctrain") and not shell:
+        if nproc is None:
+            from hpctrain.launch.joined_rank import join
+
+            join(command, start, env)
+        from hpctrain.launch import starts
+
+        return starts.as_agent(command, nproc, env, start)
+    from hpctrain.launch import starts
+
+    in_job = start.allocation is not None and start.allocation.scheduler == "slurm"
+    if not in_job or name == "hpctrain" or env.get(env_vars.LAUNCHER) == "none":
+        if arguments.elastic:
+            raise UsageError(
+                "HT804", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
+            )
+        return starts.on_this_machine(command, nproc or "auto", env)
+    from hpctrain.launch.in_slurm import InSlurm
+
+    directory = starts.run_directory(rest, script, env)
+    return starts.on_hosts(InSlurm(env, nproc), command, directory, env, _policy(arguments))
+
+
+def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
+    """Return the command of each rank, the name of the script, and its arguments.
+
+    Raises:
+        UsageError: there is no program, or the script cannot be read.
+    """
+    words = list(arguments.program)
+    is_program = words[:1] == ["--"]
+    words = words[1:] if is_program else words
+    if not words:
+        raise UsageError(
+            "HT805",
+            "no program",
+            "a script, a module or a program",
+            "hpctrain run SCRIPT.py",
+            "hpctrain run -m MODULE",
+            "hpctrain run -- PROGRAM",
+        )
+    if is_program and not arguments.module:
+        return words, words[0], words[1:]
+    if arguments.module:
+        return [sys.executable, "-m", *words], words[0].rpartition(".")[2], words[1:]
+    _check_script(words[0])
+    return [sys.executable, *words], words[0], words[1:]
+
+
+def _policy(arguments: argparse.Namespace) -> "Policy":
+    from hpctrain.launch.attempts import Policy
+
+    most = 3 if arguments.max_attempts is None else arguments.max_attempts
+    least = 1 if arguments.min_nproc is None else arguments.min_nproc
+    if least < 1:
+        raise UsageError("HT804", f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
+    if most < 1:
+        raise UsageError(
+            "HT804", f"--max-attempts {most}", "a number from 1 on", "--max-attempts 1"
+        )
+    return Policy(most, arguments.retry, arguments.elastic, least)
+
+
+def _simulated(
+    arguments: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
+) -> int:
+    from hpctrain.launch import rank_environment, starts
+
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
         raise UsageError("HT804", f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
-    host = _real_host(arguments)
-    if not arguments.module:
-        _check_script(arguments.script)
-    gpus = launch.gpus_of(os.environ)
-    counts = launch.layout(nodes, arguments.nproc_per_node, len(gpus), simulated=host is None)
-    style = arguments.style or "hpctrain"
-    return launch.start(_command(arguments), counts, os.environ, style, gpus, host)
+    gpus = rank_environment.gpus_of(env)
+    counts = rank_environment.layout(
+        arguments.nproc_per_node or "auto", [len(gpus) // nodes] * nodes
+    )
+    return starts.simulated(command, counts, env, arguments.style or "hpctrain", gpus)
 
 
-def _command(arguments: argparse.Namespace) -> list[str]:
-    module = ["-m"] if arguments.module else []
-    return [sys.executable, *module, arguments.script, *arguments.arguments]
+def _over_ssh(
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    script: str,
+    rest: Sequence[str],
+    env: Mapping[str, str],
+) -> int:
+    from hpctrain.launch import rank_environment, starts
+    from hpctrain.launch.hosts import parse
+    from hpctrain.launch.over_ssh import OverSsh
 
-
-def _elastic(arguments: argparse.Namespace) -> int:
-    """Start on the hosts of `--hosts` over ssh, else on the hosts of the Slurm job."""
-    for name in ("nodes", "style", "node_rank", "main_address", "main_port"):
-        if getattr(arguments, name) is not None:
-            flag = "--as" if name == "style" else "--" + name.replace("_", "-")
-            raise UsageError(
-                "HT804", f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC
-            )
-    if not arguments.module:
-        _check_script(arguments.script)
-    hosts: launch.OverSsh | launch.InSlurm
-    if arguments.hosts is not None:
-        gpus = launch.gpus_of(os.environ)
-        (slots,) = launch.layout(1, arguments.nproc_per_node, len(gpus))
-        hosts = launch.OverSsh(launch.parse(arguments.hosts, slots))
-    elif os.environ.get("SLURM_JOB_ID"):
-        hosts = launch.InSlurm(os.environ)
-    else:
-        raise UsageError(
-            "HT804", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
-        )
-    name = arguments.script.rpartition(".")[2] if arguments.module else arguments.script
-    directory = launch.run_directory(arguments.arguments, name, os.environ)
-    min_nproc = 1 if arguments.min_nproc is None else arguments.min_nproc
-    if min_nproc < 1:
-        raise UsageError("HT804", f"--min-nproc {min_nproc}", "a number from 1 on", "--min-nproc 1")
-    return launch.start_elastic(hosts, _command(arguments), directory, os.environ, min_nproc)
+    gpus = rank_environment.gpus_of(env)
+    (slots,) = rank_environment.layout(arguments.nproc_per_node or "auto", [len(gpus)])
+    hosts = OverSsh(parse(arguments.hosts, slots))
+    directory = starts.run_directory(rest, script, env)
+    return starts.on_hosts(hosts, command, directory, env, _policy(arguments))
 
 
 def _check_script(script: str) -> None:
@@ -139,19 +240,31 @@ def _check_script(script: str) -> None:
     )
 
 
-def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
-    """Return this machine as one of several real hosts; None if it simulates all of them.
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """Check whether options that belong together are there.
 
     Raises:
         UsageError: options are missing, or do not fit together.
     """
+    if arguments.elastic:
+        for name in ("nodes", "style", "node_rank", "main_address", "main_port"):
+            if getattr(arguments, name) is not None:
+                flag = "--as" if name == "style" else "--" + name.replace("_", "-")
+                raise UsageError(
+                    "HT804", f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC
+                )
+    else:
+        for name in ("hosts", "min_nproc"):
+            if getattr(arguments, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError("HT804", f"{flag} without --elastic", "both", _ELASTIC)
     options = {
         "--node-rank": arguments.node_rank,
         "--main-address": arguments.main_address,
         "--main-port": arguments.main_port,
     }
     if all(value is None for value in options.values()):
-        return None
+        return
     missing = [
         name for name, value in {"--nodes": arguments.nodes, **options}.items() if value is None
     ]
@@ -183,4 +296,3 @@ def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
         raise UsageError(
             "HT804", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _MANUAL
         )
-    return launch.RealHost(arguments.node_rank, arguments.main_address, arguments.main_port)

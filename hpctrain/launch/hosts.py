@@ -3,6 +3,7 @@
 Python, hpctrain, the script and the run directory must have the same paths on all hosts.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Protocol
 
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
+from hpctrain.launch.agent import FirstFailure
 
-__all__ = ["Hosts", "StartParameters", "parse"]
+__all__ = ["Attempt", "Hosts", "HostsEnd", "parse", "read_ends"]
 
 # Commas separate the hosts, except commas in brackets.
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
@@ -20,45 +22,95 @@ _SLOTS = re.compile(r"(.+):([0-9]{1,4})\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class StartParameters:
-    """Parameters of one start, equal for all its ranks.
+class Attempt:
+    """Parameters of one attempt, equal for all its ranks.
 
     Attributes:
         command: program and arguments.
         environ: environment of the ranks.
-        folder: folder of the starts, on a file system that all hosts share; only this user can
+        folder: folder of this attempt, on a file system that all hosts share; only this user can
             read it.
-        exit_status_file: exit status file of rank 0, in that folder.
+        launch: name of the launcher's run, the same for all its attempts.
+        number: number of earlier attempts.
     """
 
     command: Sequence[str]
     environ: Mapping[str, str]
     folder: Path
-    exit_status_file: Path
+    launch: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostsEnd:
+    """End of an attempt on all hosts.
+
+    Attributes:
+        code: exit code of the first rank that failed, or of the process that started the hosts.
+        stopped: whether this process got a signal.
+        first: first rank that failed by itself, or None if that is unknown.
+        ranks: number of ranks; 0 if unknown.
+        usage: whether all ranks ended with the exit code of wrong use.
+    """
+
+    code: int
+    stopped: bool
+    first: FirstFailure | None = None
+    ranks: int = 0
+    usage: bool = False
 
 
 class Hosts(Protocol):
     """Hosts on which ranks can be started.
 
     Attributes:
-        slots: number of ranks of each host, in the order of the ranks.
+        names: names of the hosts, in the order of the ranks.
     """
 
-    slots: Mapping[str, int]
+    names: Sequence[str]
 
-    def present(self, marker: str) -> list[str]:
-        """Return the hosts that answer, in order; no rank of an earlier start runs on them.
+    def ranks(self, host: str) -> int:
+        """Return the number of ranks of a host; at least 1 if it is not known yet."""
+
+    def present(self, launch: str) -> list[str]:
+        """Return the hosts that can be used, in order; no rank of an earlier attempt runs there.
 
         Args:
-            marker: NAME=VALUE in the environment of all ranks of earlier starts.
+            launch: name of the launcher's run, as in `Attempt`.
         """
 
-    def run(self, hosts: Sequence[str], start: StartParameters) -> tuple[int, bool]:
-        """Start the ranks on these hosts, and wait until they have ended.
+    def fixes(self, host: str) -> Sequence[str]:
+        """Return what to type if a host cannot be used."""
 
-        Returns:
-            Exit code of the process that started them, and whether this process got a signal.
-        """
+    def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
+        """Start the ranks on these hosts, and wait until they have ended."""
+
+
+def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
+    """Return the end of an attempt from what the agents of the hosts have written.
+
+    Args:
+        folder: folder of the attempt.
+        code: exit code of the process that started the agents.
+        stopped: whether this process got a signal.
+    """
+    ends = []
+    for path in sorted(folder.glob("end-*")):
+        try:
+            ends.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue  # its host was lost as it wrote
+    failures = [FirstFailure(**end["first"]) for end in ends if end["first"]]
+    first = min(failures, key=lambda one: (one.caused_by_other_rank, one.time), default=None)
+    if first is not None:
+        code = first.code
+    return HostsEnd(
+        code,
+        stopped,
+        first,
+        ranks=ends[0]["ranks"] if ends else 0,
+        usage=bool(ends) and all(end["usage"] for end in ends),
+    )
 
 
 def parse(text: str, slots: int) -> dict[str, int]:

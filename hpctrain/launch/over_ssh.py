@@ -19,7 +19,7 @@ from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.errors import UsageError
 from hpctrain.launch import guard, horovodrun_rank, supervisor
-from hpctrain.launch.hosts import StartParameters
+from hpctrain.launch.hosts import Attempt, HostsEnd
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.rendezvous.interfaces import addresses, interface_of
 
@@ -50,7 +50,8 @@ class OverSsh:
     """
 
     def __init__(self, slots: Mapping[str, int]) -> None:
-        self.slots = slots
+        self._slots = slots
+        self.names: Sequence[str] = list(slots)
         self._horovodrun = _horovodrun()
         self._remote = [host for host in slots if not _is_here(host)]
         if self._remote and shutil.which("ssh") is None:
@@ -58,8 +59,17 @@ class OverSsh:
                 "HT211", "no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…"
             )
 
-    def present(self, marker: str) -> list[str]:
-        """Return the hosts that answer over ssh; the guard ends processes of earlier starts."""
+    def ranks(self, host: str) -> int:
+        """Return the number of ranks of a host."""
+        return self._slots[host]
+
+    def fixes(self, host: str) -> Sequence[str]:
+        """Return what to type if a host does not answer."""
+        return (f"ssh {host} true (shows the reason)", f"leave {host} out of --hosts")
+
+    def present(self, launch: str) -> list[str]:
+        """Return the hosts that answer over ssh; the guard ends processes of earlier attempts."""
+        marker = f"{env_vars.START}={launch}"
 
         def check(host: str) -> str:
             command = [*_SSH, host, _guard(marker)]
@@ -76,40 +86,42 @@ class OverSsh:
         for host, reason in failures.items():
             if reason:
                 write_stderr(f"hpctrain: {host} does not answer over ssh: {reason}\n")
-        return [host for host in self.slots if not failures.get(host)]
+        return [host for host in self.names if not failures.get(host)]
 
-    def run(self, hosts: Sequence[str], start: StartParameters) -> tuple[int, bool]:
+    def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
         """Run horovodrun, and end it when a host is lost."""
-        ranks = sum(self.slots[host] for host in hosts)
-        environ = dict(start.environ)
+        ranks = sum(self._slots[host] for host in hosts)
+        exit_status_file = attempt.folder / "exit-status-0"
+        environ = dict(attempt.environ)
         if "SLURM_JOB_ID" in environ:
             environ["SLURM_NTASKS"] = str(ranks)  # as srun sets it in a step
-        file = start.folder / f"{start.exit_status_file.name}.start"
+        file = attempt.folder / "start"
         with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
-            own = {**environ, env_vars.EXIT_STATUS_FILE: str(start.exit_status_file)}
-            json.dump({"environ": own, "command": list(start.command)}, stream)
+            own = {**environ, env_vars.EXIT_STATUS_FILE: str(exit_status_file)}
+            own[env_vars.EVIDENCE] = str(attempt.folder)
+            json.dump({"environ": own, "command": list(attempt.command)}, stream)
         launcher_environ = {name: environ[name] for name in _OF_HOROVODRUN if name in environ}
         remote = [host for host in hosts if host in self._remote]
         command = [
             *(*self._horovodrun, "-np", str(ranks), "--gloo", "--disable-cache"),
-            *("-H", ",".join(f"{host}:{self.slots[host]}" for host in hosts)),
+            *("-H", ",".join(f"{host}:{self._slots[host]}" for host in hosts)),
             # Otherwise horovodrun first tries all interfaces of all hosts. Ranks find their own.
             *(("--network-interfaces", _interface(remote[0], environ)) if remote else ()),
             *(sys.executable, "-S", "-P", horovodrun_rank.__file__, str(file)),
         ]
         events: supervisor.Events = queue.SimpleQueue()
-        with _guarded(
-            remote, f"{env_vars.EXIT_STATUS_FILE}={start.exit_status_file}", events
-        ) as lost:
+        marker = f"{env_vars.EXIT_STATUS_FILE}={exit_status_file}"
+        with _guarded(remote, marker, events) as lost:
             outcome = supervisor.run(
                 command,
                 {0: launcher_environ},
-                start.exit_status_file,
+                exit_status_file,
                 labelled=False,
                 bind=False,
                 events=events,
+                temporary=False,
             )
-            return outcome.code, outcome.signal is not None and not lost
+            return HostsEnd(outcome.code, outcome.signal is not None and not lost)
 
 
 @contextlib.contextmanager

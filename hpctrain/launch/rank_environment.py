@@ -8,11 +8,26 @@ from dataclasses import dataclass
 from hpctrain.cluster import env_vars
 from hpctrain.cluster import visible_gpus as devices
 from hpctrain.cluster.launchers import LAUNCHERS
+from hpctrain.cluster.launchers.horovodrun import Horovodrun
+from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
+from hpctrain.cluster.launchers.torchrun import Torchrun
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.launch.rank_output import write_stderr
+from hpctrain.rendezvous.addresses import LOOPBACK
+from hpctrain.rendezvous.interfaces import interface_of
 
-__all__ = ["AS", "MOST_RANKS", "RealHost", "environs", "gpus_of", "layout", "print_threads"]
+__all__ = [
+    "AS",
+    "MOST_RANKS",
+    "Connection",
+    "environs",
+    "environs_of_host",
+    "gpus_of",
+    "layout",
+    "of_rank",
+    "print_threads",
+]
 
 Environ = Mapping[str, str]
 
@@ -30,35 +45,41 @@ MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class RealHost:
-    """This machine as one of several real hosts, with a separate `hpctrain run` on each.
+class Connection:
+    """Way of a rank to the other ranks of its start.
 
     Attributes:
-        node_rank: number of this host, from 0.
-        main_address: name or address of the host with node rank 0, reachable from all hosts.
-        main_port: first port to try there.
+        start: name of this start, different from that of any other start. Attempts of one launcher
+            have the same text before a slash.
+        main_address: address of the host with rank 0, reachable from all hosts.
+        own_address: address of this host, reachable from all hosts.
+        secret: secret that the ranks of this start share; may be empty.
+        ports: ports of torch's and Horovod's store at `main_address`; None without them.
+        restarts: number of earlier attempts of this start.
     """
 
-    node_rank: int
+    start: str
     main_address: str
-    main_port: int
+    own_address: str
+    secret: str = ""
+    ports: tuple[int, int] | None = None
+    restarts: int = 0
 
 
-def layout(nodes: int, per_node: str, gpus: int, simulated: bool = True) -> tuple[int, ...]:
+def layout(per_node: str, gpus: Sequence[int]) -> tuple[int, ...]:
     """Return the number of ranks on each host.
 
     Args:
-        nodes: number of hosts.
-        per_node: a number, `auto` (one rank per GPU of this machine, or one rank without GPUs), or
-            a list such as `2,1` with a number for each host.
-        gpus: number of GPUs of this machine.
-        simulated: whether the hosts share this machine, and so its GPUs.
+        per_node: a number, `auto` (one rank for each GPU, or one rank without GPUs), or a list such
+            as `2,1` with a number for each host.
+        gpus: number of GPUs of each host.
 
     Raises:
         UsageError: `per_node` is not a number from 1 on, or a list of another length.
     """
+    nodes = len(gpus)
     if per_node == "auto":
-        return (max(gpus // nodes if simulated else gpus, 1),) * nodes
+        return tuple(max(count, 1) for count in gpus)
     try:
         counts = tuple(int(piece) for piece in per_node.split(","))
     except ValueError:
@@ -87,31 +108,128 @@ def environs(
     env: Environ,
     style: str,
     gpus: Sequence[str],
-    host: RealHost | None,
+    ports: tuple[int, int] | None = None,
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank of this machine; see `start` for the arguments."""
-    worlds = _worlds(tasks_per_node, host)
-    if len(worlds) > MOST_RANKS:
+    """Return the environment of each rank of hosts that this machine simulates.
+
+    Args:
+        tasks_per_node: number of ranks on each host.
+        env: environment to start from; variables of launchers are removed from it.
+        style: one of `AS`; selects the launcher whose variables the ranks get.
+        gpus: GPUs of this machine.
+        ports: ports of the stores for programs without a session; only with style "hpctrain".
+
+    Raises:
+        UsageError: there are more ranks than one machine may have.
+    """
+    worlds = _simulated_worlds(tasks_per_node)
+    _check_number(len(worlds))
+    start, secret = secrets.randbelow(2**31), secrets.token_hex(16)
+    common = _common(env, style, threads(len(worlds)))
+    common[env_vars.SECRET] = secret
+    launcher = next(kind for kind in LAUNCHERS if kind.name == AS[style])
+    connection = Connection(str(start), LOOPBACK, LOOPBACK, secret, ports)
+    found = {}
+    for world in worlds:
+        own = launcher.environ(world, tasks_per_node, start)
+        if style == "hpctrain":
+            own = of_rank(world, tasks_per_node, connection, env)
+        found[world.rank] = {**common, **own, **_simulated(world, tasks_per_node, gpus)}
+    return found
+
+
+def environs_of_host(
+    world: World,
+    tasks_per_node: Sequence[int],
+    env: Environ,
+    connection: Connection,
+    cores: int,
+) -> dict[int, dict[str, str]]:
+    """Return the environment of each rank of this host, one of several.
+
+    Args:
+        world: this host as a rank among the hosts; `hosts` and `node_rank` are set.
+        tasks_per_node: number of ranks on each host.
+        env: environment to start from; variables of launchers are removed from it.
+        connection: way to the other ranks.
+        cores: number of cores for each rank.
+
+    Raises:
+        UsageError: there are more ranks than one machine may have.
+    """
+    here = world.node_rank or 0
+    count = tasks_per_node[here]
+    _check_number(count)
+    common = _common(env, "hpctrain", cores)
+    found = {}
+    for local_rank in range(count):
+        rank = World(
+            rank=sum(tasks_per_node[:here]) + local_rank,
+            world_size=sum(tasks_per_node),
+            local_rank=local_rank,
+            local_world_size=count,
+            node_rank=here,
+            num_nodes=len(tasks_per_node),
+            hosts=world.hosts,
+        )
+        found[rank.rank] = {**common, **of_rank(rank, tasks_per_node, connection, env)}
+    return found
+
+
+def of_rank(
+    world: World, tasks_per_node: Sequence[int], connection: Connection, env: Environ
+) -> dict[str, str]:
+    """Return the variables of a rank: those of hpctrain, torchrun and horovodrun.
+
+    A script without hpctrain finds what it reads: that of torch.distributed, accelerate or
+    Lightning the variables of torchrun, that of Horovod those of horovodrun.
+
+    Args:
+        world: place of the rank; complete.
+        tasks_per_node: number of ranks on each host.
+        connection: way to the other ranks.
+        env: environment in which a person may have chosen the network interface.
+    """
+    start, ports = connection.start, connection.ports
+    environ = {
+        **HpctrainRun().environ(world, tasks_per_node, 0),
+        env_vars.START: start,
+        env_vars.MAIN_ADDRESS: connection.main_address,
+        **({env_vars.SECRET: connection.secret} if connection.secret else {}),
+    }
+    if ports is None:
+        return environ
+    environ |= Torchrun().environ(world, tasks_per_node, 0) | {
+        "TORCHELASTIC_RUN_ID": f"hpctrain-{start.replace('/', '-')}",
+        "TORCHELASTIC_RESTART_COUNT": str(connection.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(connection.restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": connection.main_address,
+        "MASTER_PORT": str(ports[0]),
+    }
+    interface = env.get(env_vars.INTERFACE) or interface_of(connection.own_address)
+    chosen = env.get(env_vars.INTERFACE) or env.get(env_vars.GLOO_INTERFACE)
+    if interface and len(tasks_per_node) > 1 and not chosen:
+        # A host's own name often leads to loopback, which gloo would use without it.
+        environ[env_vars.GLOO_INTERFACE] = interface
+    environ |= Horovodrun().environ(world, tasks_per_node, 0) | {
+        # A part of the path of HTTP requests, so not the host name, which may hold any character.
+        "HOROVOD_HOSTNAME": f"host-{world.node_rank}",
+        "HOROVOD_GLOO_IFACE": interface or "lo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": connection.main_address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(ports[1]),
+    }
+    return environ
+
+
+def _check_number(ranks: int) -> None:
+    if ranks > MOST_RANKS:
         raise UsageError(
             "HT213",
-            f"{len(worlds)} ranks on this machine",
+            f"{ranks} ranks on this machine",
             f"at most {MOST_RANKS}",
             "--nproc-per-node 2",
         )
-    launcher = next(kind for kind in LAUNCHERS if kind.name == AS[style])
-    start = secrets.randbelow(2**31)
-    common = _common(env, style, threads(len(worlds)))
-    if host is None:
-        common[env_vars.SECRET] = secrets.token_hex(16)
-    found = {}
-    for world in worlds:
-        environ = {**common, **launcher.environ(world, tasks_per_node, start)}
-        if host is None:
-            environ |= _simulated(world, tasks_per_node, gpus)
-        else:
-            environ |= _real(host, env)
-        found[world.rank] = environ
-    return found
 
 
 def threads(ranks: int) -> int:
@@ -147,7 +265,7 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
 
 def _simulated(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str]) -> dict[str, str]:
     """Return the variables of a simulated host: its name, rank 0's address, its GPUs."""
-    environ = {env_vars.MAIN_ADDRESS: "127.0.0.1"}
+    environ = {env_vars.MAIN_ADDRESS: LOOPBACK}
     if len(tasks_per_node) == 1 or not world.hosts or world.node_rank is None:
         return environ
     environ[env_vars.HOSTNAME] = world.hosts[world.node_rank]
@@ -160,27 +278,9 @@ def _simulated(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str])
     return environ
 
 
-def _real(host: RealHost, env: Environ) -> dict[str, str]:
-    """Return the rendezvous address of real hosts, which only the user can give."""
-    environ = {
-        # The address is the only value that all hosts of one start share.
-        env_vars.START: f"{host.main_address}:{host.main_port}",
-        env_vars.MAIN_ADDRESS: host.main_address,
-        env_vars.MAIN_PORT: str(host.main_port),
-    }
-    if env.get(env_vars.HOSTNAME):
-        environ[env_vars.HOSTNAME] = env[env_vars.HOSTNAME]
-    return environ
-
-
-def _worlds(tasks_per_node: Sequence[int], host: RealHost | None) -> list[World]:
-    """Return the ranks of this machine; the rendezvous finds the names of other real hosts."""
+def _simulated_worlds(tasks_per_node: Sequence[int]) -> list[World]:
     nodes = len(tasks_per_node)
-    hosts: tuple[str, ...] | None = tuple(f"node{index + 1}" for index in range(nodes))
-    if host is not None:
-        hosts = None
-    elif nodes == 1:
-        hosts = (os.uname().nodename,)
+    hosts = tuple(f"node{index + 1}" for index in range(nodes))
     return [
         World(
             rank=sum(tasks_per_node[:node_rank]) + local_rank,
@@ -189,8 +289,8 @@ def _worlds(tasks_per_node: Sequence[int], host: RealHost | None) -> list[World]
             local_world_size=tasks_per_node[node_rank],
             node_rank=node_rank,
             num_nodes=nodes,
-            hosts=hosts,
+            hosts=hosts if nodes > 1 else (os.uname().nodename,),
         )
-        for node_rank in (range(nodes) if host is None else (host.node_rank,))
+        for node_rank in range(nodes)
         for local_rank in range(tasks_per_node[node_rank])
     ]

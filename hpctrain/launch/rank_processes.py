@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
@@ -26,6 +27,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_parent() -> None:
     """Let the system kill this process when its parent ends, also after kill -9: prctl(2)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prepare(cores: Set[int] | None) -> None:
+    end_with_parent()
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +60,12 @@ class Rank:
 
     @classmethod
     def start(
-        cls, number: int, command: Sequence[str], environ: Mapping[str, str], bind: bool
+        cls,
+        number: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        bind: bool,
+        cores: Set[int] | None = None,
     ) -> "Rank":
         """Start a rank.
 
@@ -63,6 +75,8 @@ class Rank:
             environ: environment of the rank.
             bind: whether to call `end_with_parent` in the new process; only if this process has no
                 other threads.
+            cores: cores that the rank and its child processes may use; None for no change. Only
+                with `bind`.
 
         Raises:
             StartError: the system cannot start another process.
@@ -75,7 +89,7 @@ class Rank:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=end_with_parent if bind else None,  # noqa: PLW1509, see above
+                preexec_fn=partial(_prepare, cores) if bind else None,  # noqa: PLW1509, see above
             )
         except OSError as error:
             raise StartError(
@@ -115,6 +129,11 @@ class Rank:
             if close and stream is not None:
                 stream.close()
 
+    @property
+    def has_traceback(self) -> bool:
+        """Whether its last lines have a traceback."""
+        return TRACEBACK in self.tail.text()
+
     def describe_end(self, brief: bool = False, only: bool = False) -> str:
         """Describe how the rank ended, with its last lines.
 
@@ -152,16 +171,17 @@ class Guard:
     Args:
         exit_status_file: path in $HPCTRAIN_EXIT_STATUS_FILE, which only the processes of
             this start have in their environment. Its folder belongs to this start only.
+        temporary: whether the guard removes that folder if this process is killed.
     """
 
-    def __init__(self, exit_status_file: Path) -> None:
+    def __init__(self, exit_status_file: Path, temporary: bool) -> None:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-S", "-P", guard.__file__),
                 *(
                     str(os.getpid()),
                     f"{env_vars.EXIT_STATUS_FILE}={exit_status_file}",
-                    str(exit_status_file.parent),
+                    *([str(exit_status_file.parent)] if temporary else []),
                 ),
             ],
             # With the marker of an outer start, that start's guard would end this guard.

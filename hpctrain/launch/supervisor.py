@@ -5,12 +5,13 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env_vars
+from hpctrain.errors import UsageError
 from hpctrain.launch.rank_output import Output, write_stderr
 from hpctrain.launch.rank_processes import Guard, Rank
 from hpctrain.process import failure_record, signals
@@ -38,13 +39,13 @@ class Outcome:
         ranks: ranks of this machine, all of them ended.
         first: rank that failed first by itself; None if no rank failed.
         signal: signal that was forwarded to the ranks; None without a signal.
-        sessions: whether any rank has opened a session.
+        failed: time at which that rank failed, in seconds of the monotonic clock.
     """
 
     ranks: Sequence[Rank]
     first: Rank | None
     signal: int | None
-    sessions: bool = True
+    failed: float = 0.0
 
     @property
     def stop_unhandled(self) -> bool:
@@ -59,6 +60,11 @@ class Outcome:
             and bool(ends)
             and all(code in (-self.signal, 128 + self.signal) for code in ends)
         )
+
+    @property
+    def usage(self) -> bool:
+        """Whether all ranks have ended with the exit code of wrong use."""
+        return all(rank.code == UsageError.exit_code for rank in self.ranks)
 
     @property
     def code(self) -> int:
@@ -77,6 +83,9 @@ def run(
     labelled: bool,
     bind: bool = True,
     events: Events | None = None,
+    cores: Sequence[Set[int]] | None = None,
+    temporary: bool = True,
+    forward: Callable[[int], str] | None = None,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -89,10 +98,16 @@ def run(
         command: program and arguments.
         environs: environment of each rank, by rank.
         exit_status_file: path for $HPCTRAIN_EXIT_STATUS_FILE, in a folder of this start
-            only.
+            only, which also gets the failure records.
         labelled: whether each line of output begins with the rank.
         bind: whether the system ends a rank with this thread; False if other threads run.
         events: queue of events; the number of a signal in it counts as a signal to this process.
+        cores: cores of each rank, in the order of `environs`; None to bind no rank. Only with
+            `bind`.
+        temporary: whether the folder of the exit status file is removed if this process is killed.
+        forward: function that is called for a first signal, in place of sending it to the ranks,
+            and returns what it has done, for a message. A second one then ends the ranks by
+            SIGTERM, and not by SIGKILL.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -102,16 +117,17 @@ def run(
     ranks: list[Rank] = []
     output: Output | None = None
     with _signals(events):
-        guard = Guard(exit_status_file)
-        watch = _Watch(ranks, events)
+        guard = Guard(exit_status_file, temporary)
+        watch = _Watch(ranks, events, forward)
         try:
-            for number, environ in environs.items():
+            for index, (number, environ) in enumerate(environs.items()):
                 own = {
                     **environ,
                     env_vars.EXIT_STATUS_FILE: str(exit_status_file),
                     env_vars.EVIDENCE: str(exit_status_file.parent),
                 }
-                ranks.append(Rank.start(number, command, own, bind))
+                bound_to = cores[index] if cores else None
+                ranks.append(Rank.start(number, command, own, bind, bound_to))
                 guard.add(ranks[-1])
             output = Output(ranks, labelled, lambda: events.put(None))
             watch.wait()
@@ -151,9 +167,12 @@ def _signals(events: Events) -> Iterator[None]:
 class _Watch:
     """State of a running start, and the handling of its events."""
 
-    def __init__(self, ranks: Sequence[Rank], events: Events) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], events: Events, forward: Callable[[int], str] | None
+    ) -> None:
         self._ranks = ranks
         self._events = events
+        self._forward_by = forward
         self._failed: list[Rank] = []
         self._signal: int | None = None  # the last forwarded signal
         self._forwarded: set[int] = set()
@@ -170,14 +189,16 @@ class _Watch:
         # The end of a rank can take longer than this process waits for it.
         recorded = [rank for rank in self._ranks if rank.code and rank.number in failures]
         first = _first([*self._failed, *recorded], failures) if self._failed else None
+        failed = 0.0
         if first is not None:
+            failed = _time_of(first, failures.get(first.number))
             first.failure = failures.get(first.number)
             if first.failure is not None and first not in self._failed:
                 first.code = first.failure.exit_code
             first.shown = first.failure is not None and first.failure.pid == failure_record.shown(
                 folder
             )
-        return Outcome(self._ranks, first, self._signal, failure_record.sessions(folder))
+        return Outcome(self._ranks, first, self._signal, failed)
 
     def wait(self) -> None:
         """Wait until all ranks have ended."""
@@ -231,17 +252,20 @@ class _Watch:
 
     def _forward(self, number: int) -> None:
         if number in self._forwarded:
-            self._end(signal.SIGKILL)
+            self._end(signal.SIGTERM if self._forward_by else signal.SIGKILL)
             return
         self._forwarded.add(number)
         self._signal = number
+        done = "is forwarded to the ranks"
+        if self._forward_by is not None:
+            done = self._forward_by(number)
+        else:
+            for rank in self._ranks:
+                # Not to its child processes: it needs its loader workers while it saves.
+                rank.signal(number, everything=False)
         write_stderr(
-            f"hpctrain: {signal.Signals(number).name} is forwarded to the ranks; a second one ends "
-            "them at once\n"
+            f"hpctrain: {signal.Signals(number).name} {done}; a second one ends them at once\n"
         )
-        for rank in self._ranks:
-            # Not to its child processes: it needs its loader workers while it saves.
-            rank.signal(number, everything=False)
 
     def _end(self, number: int) -> None:
         self._ended = True
@@ -264,8 +288,11 @@ def _first(failed: Sequence[Rank], failures: Mapping[int, Failure]) -> Rank | No
 
     def order(rank: Rank) -> tuple[bool, float, int]:
         failure = failures.get(rank.number)
-        if failure is not None:
-            return failure.caused_by_other_rank, failure.time, rank.number
-        return rank.tail.caused_by_other_rank, min(rank.tail.failed, rank.ended), rank.number
+        caused = failure.caused_by_other_rank if failure else rank.tail.caused_by_other_rank
+        return caused, _time_of(rank, failure), rank.number
 
     return min(failed, key=order, default=None)
+
+
+def _time_of(rank: Rank, failure: Failure | None) -> float:
+    return failure.time if failure else min(rank.tail.failed, rank.ended)

@@ -4,9 +4,7 @@ Rank 0 serves them on the socket that the rendezvous bound. So it works under an
 ssh and without MPI. hpctrain stores its own values there as well. Each rank keeps a connection
 open; when it ends, rank 0 records that the rank is gone.
 
-The protocol is that of HTTPStore in horovod/common/gloo/http_store.cc, Horovod 0.28.1: PUT, GET
-(404 while there is no value) and DELETE. hpctrain's own requests wait for a value with `Prefer:
-wait=SECONDS` (RFC 7240) in place of polling.
+`hpctrain.rendezvous.http_store` describes the protocol.
 """
 
 import contextlib
@@ -20,18 +18,15 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote
 
+from hpctrain.rendezvous.http_store import REQUEST_SECONDS, Handler, HttpStore
 from hpctrain.rendezvous.messages import keep_alive
 
 __all__ = ["Client", "RankZeroTimeoutError", "Server", "be_present"]
 
-_LONGEST_VALUE = 1 << 20  # bytes; gloo's values have some hundred
-_REQUEST_SECONDS = 10.0  # for a client to send its request
 _PRESENCE = "/hpctrain/presence/"
-_WAIT_SECONDS = 30  # longest wait of one request for a value that does not exist yet
 
 
 class RankZeroTimeoutError(RuntimeError):
@@ -93,11 +88,7 @@ class Server:
 
     def close(self) -> None:
         """Stop the server."""
-        with self._http.changed:
-            self._http.closed = True
-            self._http.changed.notify_all()
-            for event in self._http.awaited.values():
-                event.set()
+        self._http.stop_waiting()
         self._http.shutdown()
         self._http.server_close()
         self._presences.close()
@@ -160,18 +151,9 @@ class _Presences:
             self._open.clear()
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # a client may wait for a value that is never set
-
+class _Http(HttpStore):
     def __init__(self, listener: socket.socket) -> None:
-        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.closed = False
-        self.values: dict[str, bytes] = {}
-        self.awaited: dict[str, threading.Event] = {}
-        self.changed = threading.Condition(threading.RLock())
+        super().__init__(listener, _Handler)
         self.presences = _Presences(self.changed)
 
     def shutdown_request(self, request: Any) -> None:
@@ -179,65 +161,17 @@ class _Http(ThreadingHTTPServer):
         if request.fileno() not in self.presences:
             super().shutdown_request(request)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Do nothing: the client left early, or is an unknown peer."""
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: _Http
-    timeout = _REQUEST_SECONDS
 
-    def do_PUT(self) -> None:
-        """Store a value under a path, in place of any earlier one."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _LONGEST_VALUE:
-            self._answer(HTTPStatus.BAD_REQUEST)
-            return
-        value = self.rfile.read(int(length))
-        with self.server.changed:
-            self.server.values[self.path] = value
-            self.server.changed.notify_all()
-            event = self.server.awaited.pop(self.path, None)
-        if event is not None:
-            event.set()
-        self._answer(HTTPStatus.OK)
-
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802, its name in http.server
         """Return the value under a path; or register a present rank and keep its connection."""
-        server, path = self.server, self.path
-        rank = path.removeprefix(_PRESENCE)
-        if path.startswith(_PRESENCE) and rank.isdecimal():
-            server.presences.add(int(rank), self.connection)
+        rank = self.path.removeprefix(_PRESENCE)
+        if self.path.startswith(_PRESENCE) and rank.isdecimal():
+            self.server.presences.add(int(rank), self.connection)
             return
-        preferred = self.headers.get("Prefer", "").removeprefix("wait=")
-        patience = min(int(preferred), _WAIT_SECONDS) if preferred.isdecimal() else 0
-        event = None
-        with server.changed:
-            if path not in server.values and patience and not server.closed:
-                event = server.awaited.setdefault(path, threading.Event())
-        if event is not None:
-            event.wait(patience)
-        with server.changed:
-            value = server.values.get(path)
-        if value is None:
-            self._answer(HTTPStatus.NOT_FOUND)
-        else:
-            self._answer(HTTPStatus.OK, value)
-
-    def do_DELETE(self) -> None:
-        """Delete a value, as all ranks have found each other."""
-        with self.server.changed:
-            self.server.values.pop(self.path, None)
-        self._answer(HTTPStatus.OK)
-
-    def _answer(self, status: HTTPStatus, value: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(value)))
-        self.end_headers()
-        self.wfile.write(value)
-
-    def log_message(self, *args: object) -> None:
-        """Do nothing."""
+        super().do_GET()
 
 
 def be_present(address: str, port: int, rank: int) -> socket.socket:
@@ -248,7 +182,7 @@ def be_present(address: str, port: int, rank: int) -> socket.socket:
     Raises:
         OSError: there is no server.
     """
-    connection = socket.create_connection((address, port), _REQUEST_SECONDS)
+    connection = socket.create_connection((address, port), REQUEST_SECONDS)
     connection.settimeout(None)
     connection.sendall(f"GET {_PRESENCE}{rank} HTTP/1.0\r\n\r\n".encode())
     keep_alive(connection)
@@ -294,7 +228,7 @@ class Client:
     ) -> bytes | None:
         path = quote(f"/hpctrain/{self._scope}/{key}")
         headers = {"Prefer": f"wait={math.ceil(wait)}"} if wait > 0 else {}
-        limit = max(wait, 0.0) + _REQUEST_SECONDS
+        limit = max(wait, 0.0) + REQUEST_SECONDS
         connection = http.client.HTTPConnection(*self._place, timeout=limit)
         try:
             connection.request(method, path, body, headers)

@@ -22,7 +22,6 @@ __all__ = ["child", "dropped", "idle", "nameless", "reset", "stale"]
 _AGENTS = {
     "torchrun": "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d "
     "--rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=HOST:PORT …",
-    "hpctrain": "srun without hpctrain run",
 }
 
 

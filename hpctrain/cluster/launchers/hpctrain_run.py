@@ -29,9 +29,10 @@ class HpctrainRun(Launcher):
 
     composed = {"hosts": "HPCTRAIN_HOSTS"}
 
-    def only_port(self, env: Environ) -> bool:
-        """Check whether the ranks share only rank 0's address and port, as with manual hosts."""
-        return ":" in env.get(START, "")
+    def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
+        """Return nothing: MASTER_PORT is that of a store for programs without a session."""
+        del env, world
+        return None, None
 
     def claims(self, env: Environ) -> Claims:
         """Return the values of the variables, and the hosts if they are set."""

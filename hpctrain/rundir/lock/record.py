@@ -154,8 +154,8 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
         job_id=job.job_id if job else "",
         restart=job.restart_count if job else 0,
         step=env.get("SLURM_STEP_ID", ""),
-        # Without --elastic it is an address, which a later start may reuse.
-        launch="" if ":" in launch else launch,
+        # All attempts of one launcher; it begins the next one when the last one has ended.
+        launch=launch.partition("/")[0],
         host=socket.gethostname(),
         boot=proc.text("sys/kernel/random/boot_id"),
         namespace=proc.namespace(),

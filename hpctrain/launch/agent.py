@@ -1,0 +1,251 @@
+"""Agent: the process on each host of a start that starts the ranks of its host.
+
+    python -m hpctrain.launch.agent         with a `Plan` in $HPCTRAIN_AGENT
+
+The agents find each other by the rendezvous, as ranks do. So each knows all hosts, the number of
+ranks on each, and the address of the first host, where the stores for programs without a session
+are served. Then each starts the ranks of its host, waits for them, and writes how they ended to a
+folder that all hosts share.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.cluster import env_vars, launchers
+from hpctrain.cluster.launchers import RendezvousPoint
+from hpctrain.cluster.world import World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.launch import cores, rank_environment, supervisor
+from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.stores import Stores
+from hpctrain.rendezvous import Rendezvous, meet
+
+__all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
+
+_START_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the agents of a start do, the same on all hosts.
+
+    Attributes:
+        command: program and arguments of each rank.
+        nproc: number of ranks of each host, as `rank_environment.layout` takes it.
+        folder: folder of this start that all hosts share, with the exit status file, the failure
+            records of the ranks and the ends of the agents.
+        launch: name of the launcher's run, the same for all its attempts (default: a new one).
+        attempt: number of earlier attempts.
+        bound: whether each rank gets cores of its own.
+        temporary: whether the folder is removed if this process is killed.
+    """
+
+    command: Sequence[str]
+    nproc: str
+    folder: str
+    launch: str = ""
+    attempt: int = 0
+    bound: bool = True
+    temporary: bool = False
+
+    def exit_status_file(self, node_rank: int) -> Path:
+        """Return the path of the exit status file of a host, which rank 0 writes on the first.
+
+        Only processes of that host have this path in their environment, by which its guard finds
+        them.
+        """
+        return Path(self.folder) / f"exit-status-{node_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """First rank of a host that failed by itself.
+
+    Attributes:
+        rank: number of the rank.
+        host: name of its host.
+        time: time of the failure, in seconds since the epoch.
+        caused_by_other_rank: whether the failure of another rank caused it.
+        brief: description for a person who has seen the output.
+        full: description with the last lines of the rank.
+        code: exit code, as in a shell.
+    """
+
+    rank: int
+    host: str
+    time: float
+    caused_by_other_rank: bool
+    brief: str
+    full: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End of the ranks of one host.
+
+    Attributes:
+        code: exit code of the first rank that failed, as in a shell; 0 on success.
+        ranks: number of ranks of all hosts.
+        first: first rank of this host that failed, or None.
+        signal: signal that the agent has forwarded to the ranks, or None.
+        stop_unhandled: whether a stop signal ended ranks before they had a session.
+        usage: whether all ranks ended with the exit code of wrong use.
+        connected: whether a rank has used one of the stores; True where that is not known, on
+            other hosts than the first one.
+    """
+
+    code: int
+    ranks: int
+    first: FirstFailure | None
+    signal: int | None
+    stop_unhandled: bool
+    usage: bool
+    connected: bool = True
+
+
+def main() -> int:
+    """Run the agent of this host, and return its exit code."""
+    plan = Plan(**json.loads(os.environ[env_vars.AGENT]))
+    env = {name: value for name, value in os.environ.items() if name != env_vars.AGENT}
+    try:
+        start = launchers.survey()
+        cores.widen(env)
+        end = run(plan, start.world, start.rendezvous_point, env)
+    except HpctrainError as error:
+        if not error.reported_by_rank_0:
+            write_stderr(f"hpctrain: error: {error}\n")
+        return error.exit_code
+    return end.code
+
+
+def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]) -> End:
+    """Start the ranks of this host, and wait until they have ended.
+
+    Args:
+        plan: what to do.
+        world: place of this host among the hosts, each of which counts as one rank.
+        point: rendezvous point of the agents.
+        env: environment to start from.
+
+    Raises:
+        UsageError: the numbers of ranks do not fit the hosts.
+        StartError: not all agents have connected, or the system cannot start more processes.
+    """
+    stores = Stores() if world.rank == 0 else None
+    try:
+        entry = {
+            "gpus": len(rank_environment.gpus_of(env)),
+            "ports": stores.ports if stores else None,
+        }
+        met = meet(world, point, entry, _START_SECONDS, lambda line: write_stderr(f"{line}\n"))
+        if met.listener is not None:
+            met.listener.close()
+        if stores is not None:
+            stores.serve(env_vars.scrubbed(env))
+        end = _run(plan, met, point, env)
+        if stores is not None:
+            end = replace(end, connected=stores.used)
+    finally:
+        if stores is not None:
+            stores.close()
+    rundir.replace(Path(plan.folder) / f"end-{met.world.node_rank}", json.dumps(asdict(end)))
+    return end
+
+
+def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, str]) -> End:
+    world, roster = met.world, met.roster
+    if world.num_nodes != world.world_size:
+        raise UsageError(
+            "HT111",
+            f"{world.world_size} tasks on {world.num_nodes} hosts have each started hpctrain run "
+            "with --nproc-per-node",
+            "one task on each host, or hpctrain run without --nproc-per-node in each task",
+            "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N SCRIPT",
+            "srun hpctrain run SCRIPT",
+        )
+    counts = rank_environment.layout(plan.nproc, [entry["gpus"] for entry in roster.entries])
+    here = counts[world.rank]
+    share = max(1, cores.available(env) // here)
+    connection = rank_environment.Connection(
+        start=f"{plan.launch or met.nonce}/{plan.attempt}",
+        main_address=roster.addresses[0],
+        own_address=roster.addresses[world.rank],
+        secret=env.get(env_vars.SECRET) or met.nonce,
+        ports=tuple(roster.entries[0]["ports"]),
+        restarts=plan.attempt,
+    )
+    environs = rank_environment.environs_of_host(world, counts, env, connection, share)
+    if point.simulated:
+        for environ in environs.values():
+            environ[env_vars.HOSTNAME] = point.host
+    if len(counts) == 1:
+        rank_environment.print_threads(env, environs)
+    elif world.rank == 0:
+        _print_layout(counts, share, env)
+    outcome = supervisor.run(
+        plan.command,
+        environs,
+        plan.exit_status_file(world.rank),
+        labelled=sum(counts) > 1,
+        cores=cores.divided(here, env) if plan.bound else None,
+        temporary=plan.temporary,
+    )
+    return end_of(outcome, sum(counts), point.host)
+
+
+def _print_layout(counts: Sequence[int], share: int, env: Mapping[str, str]) -> None:
+    """Print ranks, hosts and cores in one line."""
+    each = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
+    threads = env.get("OMP_NUM_THREADS")
+    cores_text = f"{share} core{'s' * (share > 1)}"
+    if threads:
+        cores_text += f" and OMP_NUM_THREADS={threads}"
+    write_stderr(
+        f"hpctrain: {sum(counts)} ranks on {len(counts)} hosts, {each} on each; {cores_text} for "
+        "each rank\n"
+    )
+
+
+def end_of(outcome: supervisor.Outcome, ranks: int, host: str) -> End:
+    """Return the end of the ranks of one host.
+
+    Args:
+        outcome: outcome of the supervisor of this host.
+        ranks: number of ranks of all hosts.
+        host: name of this host.
+    """
+    first = outcome.first
+    found = None
+    if first is not None:
+        failure = first.failure
+        only = not any(rank is not first and rank.has_traceback for rank in outcome.ranks)
+        found = FirstFailure(
+            rank=first.number,
+            host=host,
+            time=time.time() - (time.monotonic() - outcome.failed),
+            caused_by_other_rank=(
+                failure.caused_by_other_rank if failure else first.tail.caused_by_other_rank
+            ),
+            brief=first.describe_end(brief=True, only=only),
+            full=first.describe_end(),
+            code=outcome.code,
+        )
+    return End(
+        code=outcome.code,
+        ranks=ranks,
+        first=found,
+        signal=outcome.signal,
+        stop_unhandled=outcome.stop_unhandled,
+        usage=outcome.usage,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Attempts of a start: the ranks are started again after a failure, until the run ends or stalls.
+
+A process keeps its rank until it ends. After a failure or a change of hosts, new processes resume
+from the newest checkpoint of the run directory. The run directory is on a file system that all
+hosts share, and also has the files that the attempts share.
+"""
+
+import itertools
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.cluster import env_vars
+from hpctrain.errors import StartError, UsageError, exit_codes
+from hpctrain.launch.agent import FirstFailure
+from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
+from hpctrain.launch.rank_output import write_stderr
+from hpctrain.process import failure_record
+from hpctrain.rundir.exit_status import read_exit_status
+
+__all__ = ["Policy", "hopeless", "run", "settled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Rules for further attempts.
+
+    Attributes:
+        most: number of attempts in a row without a new checkpoint after which the run is given up;
+            1 for a single attempt.
+        plain: whether a program without a session is started again, too.
+        elastic: whether an attempt may have fewer hosts than the one before.
+        least: smallest number of ranks.
+    """
+
+    most: int = exit_codes.MOST_FRUITLESS
+    plain: bool = False
+    elastic: bool = False
+    least: int = 1
+
+
+def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
+    """Return the exit code and reason if no other attempt is needed; None after a failure.
+
+    Args:
+        code: exit code of the attempt.
+        recorded: content of rank 0's exit status file; None without one.
+        stopped: whether this process got a signal.
+    """
+    exit_status, reason = recorded or (code, "")
+    if (
+        code == 0
+        or stopped
+        or exit_status in (exit_codes.DONE, UsageError.exit_code, exit_codes.STOPPED)
+    ):
+        # An exit status of 0 does not cover errors of a rank after its session.
+        return exit_status or code, reason
+    return None
+
+
+def hopeless(
+    failure: tuple[int, str], first: bool, changed: bool, fruitless: int, most: int
+) -> tuple[int, str] | None:
+    """Return the exit code and reason if another attempt would also fail; None if it may succeed.
+
+    Another attempt may succeed if hosts were lost, or if this one made progress. A script that
+    fails in its first attempt, with all hosts present, before its first checkpoint, would fail
+    again. A script that later fails without progress gets only a few more attempts.
+
+    Args:
+        failure: exit code of the failed attempt, and the reason.
+        first: whether this was the first attempt, and its program has ended by itself.
+        changed: whether a host was lost, or a newer checkpoint exists.
+        fruitless: number of consecutive attempts without a newer checkpoint, including this one.
+        most: number of them after which the run is given up.
+    """
+    if (first and not changed) or most == 1:
+        return failure
+    if fruitless >= most:
+        last = f": {failure[1]}" if failure[1] else ""
+        return exit_codes.GIVEN_UP, f"{fruitless} attempts in a row without a new checkpoint{last}"
+    return None
+
+
+def run(
+    hosts: Hosts,
+    command: Sequence[str],
+    directory: rundir.RunDirectory,
+    env: Mapping[str, str],
+    policy: Policy,
+) -> tuple[int, str]:
+    """Start ranks on the hosts, and again after a failure.
+
+    Args:
+        hosts: hosts, with the number of ranks on each.
+        command: program and arguments, the same for all ranks and attempts.
+        directory: run directory; the command gets it as $HPCTRAIN_RUN_DIR.
+        env: environment of the ranks.
+        policy: rules for further attempts.
+
+    Returns:
+        An exit code of `exit_codes` or the exit code of the last attempt, and the reason.
+
+    Raises:
+        StartError: a host does not answer before the first attempt.
+        UsageError: the run directory cannot be made.
+    """
+    launch = secrets.token_hex(8)
+    environ = {
+        **env,
+        env_vars.SECRET: secrets.token_hex(16),
+        env_vars.START: launch,
+        env_vars.RUN_DIR: str(directory.path.absolute()),
+    }
+    present = hosts.present(launch)
+    missing = [host for host in hosts.names if host not in present]
+    if missing:
+        raise StartError(
+            "HT210",
+            f"{', '.join(missing)} of {len(hosts.names)} hosts cannot be used",
+            "that all hosts answer when the run begins",
+            *hosts.fixes(missing[0]),
+        )
+    folder = _folder(directory)
+    try:
+        return _attempts(hosts, command, directory, environ, policy, folder, launch)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _attempts(
+    hosts: Hosts,
+    command: Sequence[str],
+    directory: rundir.RunDirectory,
+    environ: Mapping[str, str],
+    policy: Policy,
+    common: Path,
+    launch: str,
+) -> tuple[int, str]:
+    """Start the ranks until the run ends or is given up; see `run`."""
+    remaining, fruitless = list(hosts.names), 0
+    for number in itertools.count():
+        before = _newest(directory)
+        folder = common / str(number)
+        folder.mkdir(mode=0o700)
+        attempt = Attempt(command, environ, folder, launch, number)
+        end = hosts.run(remaining, attempt)
+        recorded = read_exit_status(folder / "exit-status-0")
+        result = settled(end.code, recorded, end.stopped)
+        if result is not None:
+            _report(end.first, end, recorded)
+            return result
+        reason = recorded[1] if recorded else end.first.brief if end.first else ""
+        _report(end.first, end, recorded)
+        used, remaining = remaining, hosts.present(launch)
+        lost = [host for host in used if host not in remaining]
+        after = _newest(directory)
+        progress = after is not None and (before is None or after > before)
+        fruitless = 0 if progress else fruitless + 1
+        failure = (recorded[0] if recorded else end.code, reason)
+        by_itself = not number and (end.first is None or end.first.code < 128)
+        result = hopeless(failure, by_itself, bool(lost) or progress, fruitless, policy.most)
+        if result is None and not (policy.plain or failure_record.sessions(folder)):
+            result = failure
+        ranks = sum(hosts.ranks(host) for host in remaining)
+        if result is None and (ranks < policy.least or not remaining):
+            result = exit_codes.GIVEN_UP, f"{ranks} ranks are left of at least {policy.least}"
+        if result is None and lost and not policy.elastic:
+            result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
+        if result is not None:
+            if result[0] == exit_codes.GIVEN_UP:
+                _give_up(directory, result[1])
+            return result
+        write_stderr(
+            f"hpctrain: attempt {number + 2}: {len(remaining)} of {len(hosts.names)} hosts"
+            f"{_without(lost)}; {_from(after)}\n"
+        )
+    raise AssertionError  # the count has no end
+
+
+def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str] | None) -> None:
+    """Print which rank failed first, because its error is the cause of the other errors."""
+    # After a usage error every rank has printed the same few lines.
+    if first is None or end.ranks == 1 or end.usage:
+        return
+    if recorded is not None and recorded[0] == exit_codes.STOPPED:
+        return
+    write_stderr(f"hpctrain: rank {first.rank} on {first.host} failed first, {first.brief}\n")
+
+
+def _without(lost: Sequence[str]) -> str:
+    return f", without {', '.join(lost)}" if lost else ""
+
+
+def _from(step: int | None) -> str:
+    return "from the start, as there is no checkpoint" if step is None else f"from step {step} on"
+
+
+def _newest(directory: rundir.RunDirectory) -> int | None:
+    """Return the step of the newest checkpoint."""
+    return max(directory.steps(), default=None)
+
+
+def _give_up(directory: rundir.RunDirectory, reason: str) -> None:
+    """Print that the run is given up, and write it to the summary."""
+    write_stderr(f"hpctrain: given up: {reason}\n")
+    if directory.identity.exists():
+        directory.give_up(reason)
+
+
+def _folder(directory: rundir.RunDirectory) -> Path:
+    """Make the shared folder of the attempts in the run directory; only this user can read it."""
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=".attempts-"))
+    except OSError as error:
+        raise UsageError(
+            "HT617",
+            f"the run directory {directory.path} cannot be made: {error}",
+            "a place that can be written, on a file system that all hosts share",
+            "--run-dir DIR",
+        ) from None

@@ -1,0 +1,63 @@
+"""Rank that another launcher has started: it joins the others, and becomes the program.
+
+`srun hpctrain run SCRIPT` starts this in each task. The tasks find each other by the rendezvous.
+Then each sets the variables of `rank_environment.of_rank`, and runs the program in its own place,
+so that signals and the exit code are those of the program.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from hpctrain.cluster import launchers
+from hpctrain.errors import StartError
+from hpctrain.launch.rank_environment import Connection, of_rank
+from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.stores import Stores
+from hpctrain.rendezvous import meet
+
+__all__ = ["join"]
+
+_START_SECONDS = 300.0
+
+
+def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str]) -> NoReturn:
+    """Find the other ranks, and run the command in place of this process.
+
+    Args:
+        command: program and arguments.
+        start: start of this process.
+        env: environment of this process.
+
+    Raises:
+        UsageError: this process is not a separate rank, or tasks of the job would be idle.
+        StartError: not all ranks have connected, or the program cannot be started.
+    """
+    stores = Stores() if start.world.rank == 0 else None
+    entry = {"ports": stores.ports if stores else None}
+    point = start.rendezvous_point
+    met = meet(start.world, point, entry, _START_SECONDS, _print, start.stray or start.waste)
+    if met.listener is not None:
+        met.listener.close()
+    world, roster = met.world, met.roster
+    counts = [roster.host_of_rank.count(host) for host in range(len(roster.hosts))]
+    connection = Connection(
+        start=met.nonce,
+        main_address=roster.addresses[0],
+        own_address=roster.addresses[world.rank],
+        secret=point.secret or met.nonce,
+        ports=tuple(roster.entries[0]["ports"]),
+    )
+    environ = {**env, **of_rank(world, counts, connection, env)}
+    if stores is not None:
+        stores.serve(env)
+    try:
+        os.execvpe(command[0], list(command), environ)  # noqa: S606
+    except OSError as error:
+        raise StartError(
+            "HT806", f"{command[0]} cannot be started: {error}", "a program on the PATH"
+        ) from None
+
+
+def _print(line: str) -> None:
+    write_stderr(f"hpctrain: {line}\n")

@@ -1,0 +1,259 @@
+"""Starts of `hpctrain run`: on this machine, and on all hosts of an allocation."""
+
+import itertools
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.cluster import env_vars, launchers
+from hpctrain.cluster.job import detect as detect_job
+from hpctrain.cluster.launchers import RendezvousPoint
+from hpctrain.cluster.world import World
+from hpctrain.errors import exit_codes
+from hpctrain.launch import agent, attempts, rank_environment, supervisor
+from hpctrain.launch.agent import End, Plan
+from hpctrain.launch.attempts import Policy
+from hpctrain.launch.hosts import Hosts
+from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.stores import Stores
+from hpctrain.process import failure_record
+from hpctrain.rundir.exit_status import read_exit_status, write_exit_status
+
+__all__ = [
+    "as_agent",
+    "on_hosts",
+    "on_one_of_several_hosts",
+    "on_this_machine",
+    "run_directory",
+    "simulated",
+]
+
+
+def on_this_machine(command: Sequence[str], nproc: str, env: Mapping[str, str]) -> int:
+    """Start the ranks on this machine, wait for all of them, and return the exit code.
+
+    Args:
+        command: program and arguments, the same for all ranks.
+        nproc: number of ranks, as `rank_environment.layout` takes it.
+        env: environment to start from; variables of launchers are removed from it.
+
+    Returns:
+        The code of the exit status file if rank 0 has written one; `exit_codes.STOPPED` if a stop
+        signal ended ranks before they handled it; else the exit code of the first rank that failed;
+        else 128 plus the number of the signal that ended the ranks; 0 on success.
+
+    Raises:
+        UsageError: there are more ranks than one machine may have.
+        StartError: the system cannot start more processes.
+    """
+    world = World(0, 1, 0, 1, 0, 1, (socket.gethostname(),))
+    return _host(command, nproc, env, world, RendezvousPoint(key="", host=socket.gethostname()))
+
+
+def on_one_of_several_hosts(
+    command: Sequence[str],
+    nproc: str,
+    env: Mapping[str, str],
+    node_rank: int,
+    nodes: int,
+    main_address: str,
+    main_port: int,
+) -> int:
+    """Start the ranks of this host, one of several with an `hpctrain run` on each.
+
+    Args:
+        command, nproc, env: as for `on_this_machine`.
+        node_rank: number of this host, from 0.
+        nodes: number of hosts.
+        main_address: name or address of the host with node rank 0, reachable from all hosts.
+        main_port: port on which the first host listens for the others.
+
+    Returns:
+        As for `on_this_machine`.
+
+    Raises:
+        UsageError, StartError: as for `on_this_machine`, or not all hosts have connected.
+    """
+    world = World(node_rank, nodes, 0, 1, node_rank, nodes)
+    point = RendezvousPoint(
+        # The address is the only value that all hosts of one start share.
+        key=f"hpctrain-agents/{main_address}:{main_port}",
+        host=env.get(env_vars.HOSTNAME) or socket.gethostname(),
+        address=main_address,
+        port=main_port,
+        only_port=True,
+        interface=env.get(env_vars.INTERFACE) or None,
+        simulated=bool(env.get(env_vars.HOSTNAME)),
+        secret=env.get(env_vars.SECRET, ""),
+    )
+    return _host(command, nproc, env, world, point)
+
+
+def as_agent(
+    command: Sequence[str], nproc: str, env: Mapping[str, str], start: launchers.Start
+) -> int:
+    """Start the ranks of this host, in a task that another launcher has started on each host.
+
+    Args:
+        command, nproc, env: as for `on_this_machine`.
+        start: start of this process.
+
+    Returns:
+        As for `on_this_machine`.
+
+    Raises:
+        UsageError, StartError: as for `on_one_of_several_hosts`.
+    """
+    if start.stray is not None:
+        raise start.stray
+    return _host(command, nproc, env, start.world, start.rendezvous_point)
+
+
+def _host(
+    command: Sequence[str],
+    nproc: str,
+    env: Mapping[str, str],
+    world: World,
+    point: RendezvousPoint,
+) -> int:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
+        plan = Plan(command, nproc, name, bound=False, temporary=True)
+        end = agent.run(plan, world, point, env)
+        return _conclude(end, Path(name), command, env)
+
+
+def simulated(
+    command: Sequence[str],
+    tasks_per_node: Sequence[int],
+    env: Mapping[str, str],
+    style: str,
+    gpus: Sequence[str],
+) -> int:
+    """Start ranks as if this machine were several hosts, or as another launcher would.
+
+    Args:
+        command: program and arguments, the same for all ranks.
+        tasks_per_node: number of ranks on each simulated host.
+        env: environment to start from; variables of launchers are removed from it.
+        style: one of `rank_environment.AS`; selects the launcher whose variables the ranks get.
+        gpus: GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Each simulated host gets
+            separate GPUs, or none if there are not enough for all ranks.
+
+    Returns:
+        As for `on_this_machine`.
+
+    Raises:
+        UsageError, StartError: as for `on_this_machine`.
+    """
+    stores = Stores() if style == "hpctrain" else None
+    try:
+        ports = (stores.ports[0], stores.ports[1]) if stores else None
+        environs = rank_environment.environs(tasks_per_node, env, style, gpus, ports)
+        rank_environment.print_threads(env, environs)
+        if stores is not None:
+            stores.serve(env_vars.scrubbed(env))
+        with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
+            outcome = supervisor.run(
+                command, environs, Path(name) / "exit-status-0", labelled=len(environs) > 1
+            )
+            end = agent.end_of(outcome, len(environs), socket.gethostname())
+            return _conclude(end, Path(name), command, env, connects=True)
+    finally:
+        if stores is not None:
+            stores.close()
+
+
+def _conclude(
+    end: End, folder: Path, command: Sequence[str], env: Mapping[str, str], connects: bool = False
+) -> int:
+    """Return the exit code of a start on this machine, and report what a person has to know."""
+    exit_status = read_exit_status(folder / "exit-status-0")
+    if exit_status is None and end.stop_unhandled and end.signal is not None:
+        name = signal.Signals(end.signal).name
+        exit_status = exit_codes.STOPPED, f"{name} was received before the session was open"
+    if not (exit_status and exit_status[0] == exit_codes.STOPPED):
+        # The package's own commands, such as `-m hpctrain doctor`, train nothing.
+        trains = list(command[1:3]) != ["-m", "hpctrain"]
+        alone = not (failure_record.sessions(folder) or end.connected or connects)
+        if trains and end.first is None and alone:
+            _report_missing_sessions(end.ranks)
+        if end.first is not None and end.ranks > 1 and not end.usage:
+            write_stderr(f"hpctrain: rank {end.first.rank} failed first, {end.first.brief}\n")
+    _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
+    # An exit status of 0 does not cover errors of a rank after its session.
+    return exit_status[0] if exit_status and (exit_status[0] or not end.code) else end.code
+
+
+def on_hosts(
+    hosts: Hosts,
+    command: Sequence[str],
+    directory: Path,
+    env: Mapping[str, str],
+    policy: Policy,
+) -> int:
+    """Start a command on the hosts of an allocation, and again after a failure.
+
+    Args:
+        hosts: hosts of the allocation.
+        command: program and arguments; a program that is started again has to resume from
+            `directory`.
+        directory: run directory, on a file system that all hosts share.
+        env: environment of the ranks.
+        policy: rules for further attempts.
+
+    Returns:
+        An exit code of `exit_codes`, or the exit code of the last attempt.
+
+    Raises:
+        StartError: a host does not answer before the first attempt.
+        UsageError: the run directory cannot be made.
+    """
+    exit_status = attempts.run(hosts, command, rundir.RunDirectory(directory), env, policy)
+    _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
+    return exit_status[0]
+
+
+def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str]) -> Path:
+    """Return the run directory of all attempts: `--run-dir`, $HPCTRAIN_RUN_DIR or default.
+
+    Args:
+        arguments: arguments of the script, which may have `--run-dir`.
+        script: name of the script or module.
+        env: environment of this process.
+    """
+    given = [
+        following if argument == "--run-dir" else argument.removeprefix("--run-dir=")
+        for argument, following in itertools.pairwise([*arguments, ""])
+        if argument == "--run-dir" or argument.startswith("--run-dir=")
+    ]
+    if given and given[-1]:
+        return Path(given[-1])
+    if env.get(env_vars.RUN_DIR):
+        return Path(env[env_vars.RUN_DIR])
+    job = detect_job(env)
+    return Path(rundir.default(Path(script).stem, job.label if job else None))
+
+
+def _report_missing_sessions(ranks: int) -> None:
+    """Print that no rank of a start has opened a session or connected to the others."""
+    if ranks > 1:
+        write_stderr(
+            f"hpctrain: none of the {ranks} ranks has opened a Session or connected to the others: "
+            "each rank has trained alone\n"
+            "  expected: with hpctrain.Session(…) as session: in the script, or "
+            "torch.distributed.init_process_group()\n"
+            "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone\n"
+        )
+
+
+def _write_exit_status(exit_status: tuple[int, str] | None, path: str | None) -> None:
+    """Write the exit status file of the process that started this one, if it waits for one."""
+    if exit_status and path:
+        try:
+            write_exit_status(path, *exit_status)
+        except OSError as error:
+            sys.stderr.write(f"hpctrain: the exit status could not be written to {path}: {error}\n")

@@ -1,0 +1,84 @@
+"""Stores that programs without hpctrain expect from their launcher.
+
+The ranks of torchrun find each other in the TCPStore of its first agent, those of horovodrun in its
+key-value store over HTTP. The first host of a start offers both. Their servers start only when a
+first client connects, see `store_starter`.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from hpctrain.launch import store_starter
+
+__all__ = ["Stores"]
+
+_BACKLOG = 4096  # clients that connect while the server imports torch
+
+_SERVERS = ("hpctrain.backends.ddp.store_process", "hpctrain.rendezvous.http_store")
+
+
+class Stores:
+    """Sockets of the two stores, bound to free ports of all addresses of this host.
+
+    Attributes:
+        ports: port of the TCPStore and of Horovod's store.
+    """
+
+    def __init__(self) -> None:
+        self._sockets = [_listener() for _ in _SERVERS]
+        self.ports = [listener.getsockname()[1] for listener in self._sockets]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._told, self._tells = os.pipe()
+
+    @property
+    def used(self) -> bool:
+        """Whether a client has connected to one of the stores."""
+        return bool(select.select([self._told], [], [], 0)[0])
+
+    def serve(self, env: Mapping[str, str]) -> None:
+        """Start the process that serves the stores while this process runs.
+
+        Args:
+            env: environment of that process.
+        """
+        words = [str(os.getpid())]
+        for listener, module in zip(self._sockets, _SERVERS, strict=True):
+            words += [*([] if len(words) == 1 else ["--"]), str(listener.fileno())]
+            words += [sys.executable, "-m", module]
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-P", store_starter.__file__, *words],
+            # torch warns of clients without a reverse name.
+            env={**env, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._tells,
+            pass_fds=[listener.fileno() for listener in self._sockets],
+            start_new_session=True,
+        )
+        self._close_sockets()
+
+    def close(self) -> None:
+        """End the servers."""
+        self._close_sockets()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._told)
+        os.close(self._tells)
+
+    def _close_sockets(self) -> None:
+        for listener in self._sockets:
+            listener.close()
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be switched off
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+            )
+    return socket.create_server(("", 0), backlog=_BACKLOG)
