@@ -24,6 +24,7 @@ _REPEATED = {
     "sweep": ("--sweep", "NAME=V1,V2"),
     "modules": ("--module", "NAME"),
     "setup": ("--setup", "LINE"),
+    "finish": ("--finish", "LINE"),
 }
 _GROUPS = {
     "what runs": ("about", "elastic"),

@@ -6,6 +6,8 @@ shell, ranks on all hosts of the job; inside of a rank, the program in its place
 
 import argparse
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +47,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--module", action="store_true", help="run a module, as python -m does"
     )
-    job = parser.add_argument_group("in a job")
+    job = parser.add_argument_group("in a job of Slurm")
+    way = job.add_mutually_exclusive_group()
+    way.add_argument(
+        "--direct",
+        action="store_true",
+        help="start each rank as a task of srun, as MPI needs it (default: an agent on each host)",
+    )
+    way.add_argument(
+        "--once",
+        action="store_true",
+        help="start the program once, on the first host: it starts its ranks itself",
+    )
+    job.add_argument("--run-dir", metavar="DIR", help="run directory (default: runs/NAME-JOBID)")
     job.add_argument(
         "--max-attempts",
         type=int,
@@ -54,10 +68,42 @@ def add(parser: argparse.ArgumentParser) -> None:
         "(default: 3)",
     )
     job.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="largest number of requeues (default: no limit)",
+    )
+    job.add_argument(
         "--retry",
         action="store_true",
         help="start a program without a Session again, too, after it has failed",
     )
+    job.add_argument(
+        "--setting",
+        action="append",
+        default=[],
+        metavar="ARGS",
+        help="arguments for one task of a job array; give it once for each task, from index 0 on",
+    )
+    job.add_argument(
+        "--finish", metavar="LINES", help="lines of bash that run after the program has succeeded"
+    )
+    job.add_argument(
+        "--container",
+        metavar="IMAGE",
+        help="container image in which the ranks run: of Apptainer, or with --direct of Pyxis",
+    )
+    job.add_argument(
+        "--container-env",
+        metavar="NAMES",
+        help="variables that override those of the image, separated by commas",
+    )
+    for name, metavar, about in (
+        ("code", "DIR", "folder that each host copies to its own disk; the ranks start in it"),
+        ("environment", "FILE.tar", "archive of an environment that each host unpacks"),
+        ("data", "DIR", "folder with data that each host copies to its own disk"),
+    ):
+        job.add_argument(f"--stage-{name}", default="", metavar=metavar, help=about)
     job.add_argument(
         "--elastic",
         action="store_true",
@@ -116,9 +162,9 @@ def _main(arguments: argparse.Namespace) -> int:
 
 def _by_place(
     arguments: argparse.Namespace,
-    command: Sequence[str],
+    command: list[str],
     script: str,
-    rest: Sequence[str],
+    rest: list[str],
     env: Mapping[str, str],
 ) -> int:
     from hpctrain.cluster import env_vars, launchers
@@ -145,10 +191,60 @@ def _by_place(
                 "HT804", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
             )
         return starts.on_this_machine(command, nproc or "auto", env)
-    from hpctrain.launch.in_slurm import InSlurm
+    return _in_slurm(arguments, command, script, rest)
 
-    directory = starts.run_directory(rest, script, env)
-    return starts.on_hosts(InSlurm(env, nproc), command, directory, env, _policy(arguments))
+
+def _in_slurm(
+    arguments: argparse.Namespace, command: list[str], script: str, rest: list[str]
+) -> int:
+    """Start the ranks on the hosts of the job, and requeue the job if it was stopped."""
+    from hpctrain.launch import starts
+    from hpctrain.launch.in_slurm import Direct, Inside, InSlurm, Once
+    from hpctrain.launch.slurm_job import SlurmJob, stop_signals
+
+    with stop_signals() as received:
+        job = SlurmJob.here(os.environ, arguments.max_restarts)
+        env = dict(job.env)
+        setting = _setting(arguments.setting, job.allocation.array_task)
+        in_batch = env.get("ENVIRONMENT") == "BATCH"
+        if "--run-dir" in " ".join(rest) or not (in_batch or arguments.run_dir):
+            directory = starts.run_directory(rest, script, env)
+        else:
+            directory = job.run_directory(arguments.run_dir)
+        names = tuple(filter(None, (arguments.container_env or "").split(",")))
+        for name in names:
+            env[f"APPTAINERENV_{name}"] = env.get(name, "")
+        staging = (arguments.stage_code, arguments.stage_environment, arguments.stage_data)
+        label = f"{job.allocation.label}-{job.allocation.restart_count}"
+        inside = Inside(staging, arguments.container or "", names, label)
+        kind = Direct if arguments.direct else Once if arguments.once else InSlurm
+        hosts = kind(env, arguments.nproc_per_node, inside)
+        code, reason = starts.on_hosts(
+            hosts, [*command, *setting], directory, env, _policy(arguments), received
+        )
+        if code == 0 and arguments.finish:
+            lines = ["bash", "-e", "-c", arguments.finish]
+            code = subprocess.run(lines, env=env, check=False).returncode
+        return job.after(code, reason, directory) if in_batch else code
+
+
+def _setting(settings: Sequence[str], index: int | None) -> list[str]:
+    """Return the arguments of this task of an array.
+
+    Raises:
+        UsageError: there is no setting for it.
+    """
+    if not settings:
+        return []
+    if index is None or index >= len(settings):
+        raise UsageError(
+            "HT804",
+            f"{len(settings)} settings, and "
+            + ("no job array" if index is None else f"the index {index}"),
+            "a setting for each index, from 0 on",
+            f"sbatch --array=0-{len(settings) - 1} SCRIPT",
+        )
+    return shlex.split(settings[index])
 
 
 def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
@@ -221,7 +317,7 @@ def _over_ssh(
     (slots,) = rank_environment.layout(arguments.nproc_per_node or "auto", [len(gpus)])
     hosts = OverSsh(parse(arguments.hosts, slots))
     directory = starts.run_directory(rest, script, env)
-    return starts.on_hosts(hosts, command, directory, env, _policy(arguments))
+    return starts.on_hosts(hosts, command, directory, env, _policy(arguments))[0]
 
 
 def _check_script(script: str) -> None:

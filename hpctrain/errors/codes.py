@@ -329,6 +329,14 @@ CODES: dict[str, Code] = {
         "Read the last lines of that rank in the message, and correct the error there.",
     ),
     # Backends: communication between the ranks.
+    "HT218": Code(
+        "A host cannot copy code, an environment or data to its own disk.",
+        (
+            "The disk of the host is full, or this user may not write there.",
+            "A file was removed since the job was submitted, or the archive is damaged.",
+        ),
+        "Look at the free space with `df -h`, or choose another folder with `export TMPDIR=DIR`.",
+    ),
     "HT301": Code(
         "The backend cannot work with this number of processes, or without a GPU.",
         (

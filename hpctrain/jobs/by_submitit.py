@@ -145,6 +145,7 @@ class _OnSlurm(submitit.SlurmExecutor):
             replace(
                 spec,
                 command=program_and_arguments,
+                launcher="srun",  # each process of submitit is a task
                 environment={**spec.environment, _EXECUTOR: "slurm"},
                 output=spec.output or os.path.relpath(self.folder / "%j.log"),
             ),

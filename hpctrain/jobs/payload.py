@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.function import Function, Script, pack
-from hpctrain.jobs.launch_command import is_python
+from hpctrain.jobs.script import is_python
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["check_launcher", "of_call", "of_command", "refuse"]
@@ -99,11 +99,11 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
 
 def check_launcher(spec: JobSpec) -> None:
     """Raise UsageError if submitit cannot start ranks with this launcher."""
-    if spec.launcher not in ("srun", "none"):
+    if spec.launcher == "none":
         raise UsageError(
             "HT811",
             f"launcher = {spec.launcher!r} in a job of submitit",
-            "srun, or none",
+            "hpctrain, or srun",
             _AS_SCRIPT,
         )
 

@@ -2,11 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Sequence
 
-__all__ = ["array", "directive", "quote"]
+__all__ = ["directive", "quote"]
 
-_WIDTH = 100
 _PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
 _ESCAPES = {"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -36,20 +34,6 @@ def _escaped(character: str) -> str:
         return character
     # In octal, which has at most three digits; \x might also take the next characters.
     return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))
-
-
-def array(name: str, items: Sequence[str]) -> str:
-    """Return an array of bash, on as many lines as its words need."""
-    line = f"{name}=({' '.join(items)})"
-    if len(line) <= _WIDTH:
-        return line
-    lines = [f"{name}=("]
-    for item in items:
-        if len(lines) == 1 or len(lines[-1]) + 1 + len(item) > _WIDTH:
-            lines.append(f"    {item}")
-        else:
-            lines[-1] += f" {item}"
-    return "\n".join([*lines, ")"])
 
 
 def directive(name: str, value: str | None) -> str:

@@ -1,94 +1,42 @@
-"""Batch script of a JobSpec, as readable as a hand-written one. Pure."""
+"""Batch script of a JobSpec, as a person would write it: options, environment, one command. Pure.
+
+`hpctrain run` does all that follows: it starts and ends the ranks, and requeues the job.
+"""
 
 import os.path
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 from hpctrain.jobs.directives import directives
-from hpctrain.jobs.environment import surroundings, variables
-from hpctrain.jobs.job_end import ending
-from hpctrain.jobs.launch_command import command, launch, python_script
-from hpctrain.jobs.quoting import array, quote
+from hpctrain.jobs.quoting import quote
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.jobs.staging import removal, staging
 
-__all__ = ["render", "render_local"]
+__all__ = ["is_python", "python_script", "render", "render_local"]
 
-_SUBMIT_DIRECTORY = """\
-set -euo pipefail
+_WIDTH = 100
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
-# Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
-cd "$SLURM_SUBMIT_DIR"
-# Arguments after the script's name on sbatch's line, hidden from the files that are sourced below.
-hpctrain_arguments=("$@")
-set --"""
+_GUARD = """\
+set -e
+trap 'code=$?; echo "ended before hpctrain run, code $code"; exit $((code ? code : 2))' EXIT"""
 
-_ARGUMENTS = '"${hpctrain_arguments[@]}"'
+# Without it, a signal would end bash before hpctrain run handles it.
+_IGNORE = "trap '' {signal} # until hpctrain run handles it"
 
-_FROM_THE_LINE = f"""\
-if [ "${{#hpctrain_arguments[@]}}" = 0 ]; then
-    echo "nothing to run: the command follows the script's name" >&2
-    exit 2
-fi
-command=({_ARGUMENTS})"""
+_SITE = """\
+: "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+[ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true"""
 
-_SETTINGS = """\
-# One setting for each task of the array.
-case ${{SLURM_ARRAY_TASK_ID:=none}} in
-{cases}
-    *) echo "no setting has the index $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;
-esac
-echo "setting $SLURM_ARRAY_TASK_ID:$(printf ' %q' "${{setting[@]}}")\""""
+# A batch shell is not a login shell, so `module` may not be defined yet.
+_MODULES = """\
+for file in /etc/profile.d/{{z00_lmod,lmod,modules}}.sh /usr/share/{{lmod/,}}modules/init/bash; do
+    [ ! -r "$file" ] || type module >/dev/null 2>&1 || . "$file" || true
+done
+{loads}"""
 
-_LABEL = """\
-# A job that was submitted inside another job inherits its variables. Slurm overwrites only some of
-# them: array variables only in an array, and the restart count only after a requeue.
-if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
-    record=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
-    case ${record%% JobName=*} in
-    *\\ ArrayTaskId=*) ;;
-    *) unset "${!SLURM_ARRAY_@}" ;;
-    esac
-    count=$(sed -n 's/.* Restarts=\\([0-9]*\\) BatchFlag=.*/\\1/p' <<<"$record")
-    SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
-fi
-if [ -n "${HPCTRAIN_STOP_FILE:-}" ] && [ -n "${HPCTRAIN_RUN_DIR:-}" ]; then
-    echo "ignored: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job that called sbatch"
-    unset HPCTRAIN_RUN_DIR
-fi
-
-# The job's label in Slurm's tools. A requeue changes neither the label nor the run directory.
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"""
-
-_FILES = """\
-# Two files on the file system that all hosts share, new for each start. The stop file makes
-# the ranks save and exit. Rank 0 writes the exit status before they exit, as the exit code of a
-# launcher depends on which rank exits first.
-runs=$SLURM_SUBMIT_DIR/runs
-mkdir -p "$runs"
-export HPCTRAIN_STOP_FILE=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
-export HPCTRAIN_EXIT_STATUS_FILE=$runs/.exit-status-$job-${SLURM_RESTART_COUNT:-0}
-rm -f "$runs"/.stop-"$job"-* "$runs"/.exit-status-"$job"-*
-
-# Without a secret, another user of the hosts could guess the job's number and join the ranks.
-HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
-export HPCTRAIN_SECRET"""
-
-_TRAP = """\
-trap 'touch "$HPCTRAIN_STOP_FILE"' {signals}
-if [ -n "$hpctrain_signaled" ]; then touch "$HPCTRAIN_STOP_FILE"; fi"""
-
-_RANKS = """\
-printf 'job %s, start %s, on %s:%s\\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \\
-    "$(printf ' %q' "${launch[@]}" "${command[@]}")"
-# In the background: bash runs no trap while it waits for a command in the foreground.
-"${launch[@]}" "${command[@]}" &
-ranks=$!
-# A signal ends `wait`, but not the ranks.
-while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
-code=0
-wait "$ranks" || code=$?"""
+_CONDA = 'eval "$("${{CONDA_EXE:-conda}}" shell.bash hook)" && conda activate {name} || exit 2'
 
 
 def render(spec: JobSpec) -> str:
@@ -97,8 +45,13 @@ def render(spec: JobSpec) -> str:
     Raises:
         UsageError: the launcher cannot start the command.
     """
-    parts = [part if isinstance(part, str) else part(spec) for part in _PARTS]
-    return _joined(_head(spec), *parts)
+    signal = spec.signal if spec.signal_seconds else ""
+    return _joined(
+        _head(spec),
+        "\n".join([_GUARD, *([_IGNORE.format(signal=signal)] if signal else [])]),
+        _environment(spec),
+        _wrapped(["exec", *_run(spec), '"$@"']),
+    )
 
 
 def render_local(spec: JobSpec) -> str:
@@ -111,7 +64,7 @@ def render_local(spec: JobSpec) -> str:
     """
     for name in (
         *("container", "stage_code", "stage_environment", "stage_data"),
-        *("array", "sweep", "function"),
+        *("array", "sweep", "function", "finish"),
     ):
         if getattr(spec, name):
             raise UsageError(
@@ -120,33 +73,49 @@ def render_local(spec: JobSpec) -> str:
                 "a job without it",
                 "hpctrain submit --via sbatch",
             )
-    python, script = python_script(spec.argv, "this machine")
-    nodes = ["--nodes", str(spec.nodes)] if spec.nodes > 1 else []
-    start_command = [
-        python,
-        "-m",
-        "hpctrain",
-        "run",
-        *nodes,
-        "--nproc-per-node",
-        str(spec.tasks),
-        *script,
-    ]
-    command_line = array("command", [*(quote(argument) for argument in start_command), '"$@"'])
+    layout = ["--nodes", str(spec.nodes), "--nproc-per-node", str(spec.tasks)]
+    program, words = _program(spec)
     run_directory = (
-        f"run={_run(spec.run_dir, '$PWD')}\nexport HPCTRAIN_RUN_DIR=${{HPCTRAIN_RUN_DIR:-$run}}"
+        f'export HPCTRAIN_RUN_DIR="${{HPCTRAIN_RUN_DIR:-"$PWD"/{quote(spec.run_dir)}}}"'
+        if spec.run_dir and not os.path.isabs(spec.run_dir)
+        else f'export HPCTRAIN_RUN_DIR="${{HPCTRAIN_RUN_DIR:-{quote(spec.run_dir)}}}"'
         if spec.run_dir
         else ""
     )
-    shell = "#!/bin/bash\nset -euo pipefail"
     return _joined(
-        shell,
-        command_line,
-        surroundings(spec),
-        variables(spec),
+        "#!/bin/bash\nset -e",
+        _environment(spec),
         run_directory,
-        'exec "${command[@]}"',
+        _wrapped(["exec", *program, *layout, *words, '"$@"']),
     )
+
+
+def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
+    """Return the Python of a command, and the script or `-m MODULE` with its arguments.
+
+    Raises:
+        UsageError: the command does not start a Python script or module.
+    """
+    if not _starts_python(argv):
+        raise UsageError(
+            "HT810",
+            f"{user} with the command {' '.join(argv[:3])!r}",
+            "python SCRIPT … or python -m MODULE …",
+            "use a Python script",
+            "choose another launcher",
+        )
+    return argv[0], argv[1:]
+
+
+def is_python(program: str) -> bool:
+    """Check whether a program has the name of a Python interpreter."""
+    return bool(_PYTHON.match(os.path.basename(program)))
+
+
+def _starts_python(argv: Sequence[str]) -> bool:
+    if len(argv) < 2 or not is_python(argv[0]):
+        return False
+    return not argv[1].startswith("-") or (argv[1] == "-m" and len(argv) > 2)
 
 
 def _joined(*parts: str) -> str:
@@ -158,112 +127,81 @@ def _head(spec: JobSpec) -> str:
     return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), directives(spec)])
 
 
-def _command(spec: JobSpec) -> str:
-    command_line = command(spec)
-    if not command_line and (spec.sweep or spec.backend):
+def _environment(spec: JobSpec) -> str:
+    """Return the lines for site file, modules, setup lines, Python environment and variables."""
+    lines = [_SITE]
+    if spec.modules:
+        loads = "\n".join(f"module load {quote(name)} || exit 2" for name in spec.modules)
+        lines.append(_MODULES.format(loads=loads))
+    lines += spec.setup
+    if spec.venv:
+        # With a folder in front, bash cannot read the path as an option of the dot command.
+        path = spec.venv if os.path.isabs(spec.venv) else f"./{spec.venv}"
+        lines.append(f". {quote(path)}/bin/activate || exit 2")
+    if spec.conda:
+        lines.append(_CONDA.format(name=quote(spec.conda)))
+    lines += [f"export {name}={quote(value)}" for name, value in spec.environment.items()]
+    return "\n".join(lines)
+
+
+def _run(spec: JobSpec) -> list[str]:
+    """Return the words of `hpctrain run`, each quoted for bash.
+
+    Raises:
+        UsageError: options of a command, but no command.
+    """
+    if not spec.argv and (spec.sweep or spec.backend):
         raise UsageError(
             "HT803",
             f"{'sweep' if spec.sweep else 'backend'} without a command",
             "the command that gets these options",
         )
-    if not command_line:
-        return _FROM_THE_LINE
-    if not spec.sweep:
-        return array("command", [*command_line, _ARGUMENTS])
-    cases = "\n".join(
-        f"    {index}) setting=({_setting(setting)}) ;;" for index, setting in enumerate(spec.sweep)
-    )
-    command_line += ['"${setting[@]}"', _ARGUMENTS]
-    return f"{_SETTINGS.format(cases=cases)}\n{array('command', command_line)}"
-
-
-def _setting(setting: tuple[tuple[str, str], ...]) -> str:
-    return " ".join(f"--{name} {quote(value)}" for name, value in setting)
-
-
-def _threads(spec: JobSpec) -> str:
+    program, words = _program(spec)
+    options: list[str] = []
     if spec.launcher == "none":
-        return ""
-    return """\
-# Default for each rank; lines below may change it. torch would use all CPUs of the host.
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"""
+        options.append("--once")
+    elif spec.launcher == "srun" or spec.container_runtime == "pyxis":
+        options.append("--direct")
+    for name in ("run_dir", "container", "stage_code", "stage_environment", "stage_data", "finish"):
+        value = getattr(spec, name)
+        value = "\n".join(value) if name == "finish" else value
+        if value:
+            options += [f"--{name.replace('_', '-')}", quote(value)]
+    if spec.container and spec.environment:
+        options += ["--container-env", quote(",".join(spec.environment))]
+    if spec.max_restarts is not None:
+        options += ["--max-restarts", str(spec.max_restarts)]
+    if spec.elastic:
+        options.append("--elastic")
+    for setting in spec.sweep:
+        text = " ".join(f"--{name} {quote(value)}" for name, value in setting)
+        options += ["--setting", quote(text)]
+    return [*program, *options, *words]
 
 
-def _run_directory(spec: JobSpec) -> str:
-    if spec.run_dir:
-        default = (
-            _run(spec.run_dir, "$SLURM_SUBMIT_DIR")
-            + "${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}"
-        )
-    else:
-        default = "$SLURM_SUBMIT_DIR/runs/${SLURM_JOB_NAME//\\//_}-$job"
-    folder = os.path.dirname(spec.output)
-    below = _run(folder, '"$SLURM_SUBMIT_DIR"')
-    log = f"mkdir -p -- {below}\n" if folder and "%" not in folder else ""
-    return f"""\
-# To continue a run: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
-if [ -n "${{HPCTRAIN_RUN_DIR:-}}" ] && [ "${{SLURM_ARRAY_TASK_COUNT:-1}}" -gt 1 ]; then
-    echo "HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR: one directory, $SLURM_ARRAY_TASK_COUNT tasks" >&2
-    exit 2
-fi
-run={default}
-HPCTRAIN_RUN_DIR=${{HPCTRAIN_RUN_DIR:-$run}}
-case $HPCTRAIN_RUN_DIR in /*) ;; *) HPCTRAIN_RUN_DIR=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN_DIR ;; esac
-export HPCTRAIN_RUN_DIR
-mkdir -p -- "$HPCTRAIN_RUN_DIR"
-{log}""".rstrip()
+def _program(spec: JobSpec) -> tuple[list[str], list[str]]:
+    """Return the words that call `hpctrain run`, and those of the command after its options."""
+    argv = spec.argv
+    # In a container or a staged environment, `python` is another program than here.
+    elsewhere = spec.container or spec.stage_environment or spec.launcher != "hpctrain"
+    if elsewhere or not _starts_python(argv):
+        return ["hpctrain", "run"], ["--", *map(quote, argv)]
+    python, words = python_script(argv, "hpctrain run")
+    command = ["hpctrain"] if python == "python" else [quote(python), "-m", "hpctrain"]
+    return [*command, "run"], list(map(quote, words))
 
 
-def _run(path: str, base: str) -> str:
-    """Return a path as an absolute word of bash; relative paths are below `base`."""
-    return quote(path) if os.path.isabs(path) else f"{base}/{quote(path)}"
-
-
-def _signals(spec: JobSpec) -> str:
-    return "TERM" if not spec.signal_seconds or spec.signal == "TERM" else f"{spec.signal} TERM"
-
-
-def _early_trap(spec: JobSpec) -> str:
-    signal = _signals(spec).removesuffix("TERM").strip()
-    before = f"{signal} before the end of the time limit, and " if signal else ""
-    return f"""\
-# Slurm sends {before}TERM when it preempts the job.
-hpctrain_signaled=
-trap 'hpctrain_signaled=yes' {_signals(spec)}"""
-
-
-def _trap(spec: JobSpec) -> str:
-    return _TRAP.format(signals=_signals(spec))
-
-
-def _launch(spec: JobSpec) -> str:
-    change_folder = '# The ranks start where this shell is.\ncd "$scratch/code"\n\n'
-    return (change_folder if spec.stage_code else "") + launch(spec) + _in_staged(spec)
-
-
-def _in_staged(spec: JobSpec) -> str:
-    if not spec.stage_environment:
-        return ""
-    return """
-# For the ranks only: this shell must not run programs from a folder in /tmp.
-launch=(env "PATH=$scratch/environment/bin:$PATH" "${launch[@]}")"""
-
-
-# Parts in the order of the script: text, or functions that return text, which may be empty.
-_PARTS: Sequence[str | Callable[[JobSpec], str]] = (
-    _SUBMIT_DIRECTORY,
-    _early_trap,
-    _threads,
-    surroundings,
-    _LABEL,
-    _command,
-    _run_directory,
-    _FILES,
-    _trap,
-    staging,
-    variables,
-    _launch,
-    _RANKS,
-    removal,
-    ending,
-)
+def _wrapped(words: Sequence[str]) -> str:
+    """Return a command of bash, on as many lines as its words need."""
+    line = " ".join(words)
+    if len(line) <= _WIDTH:
+        return line
+    lines = [""]
+    for word in words:
+        starts = word.startswith("--") and len(word) > 2
+        full = len(lines[-1]) + len(word) + 3 > _WIDTH
+        if lines[-1].strip() and (full or (starts and len(lines[-1]) > _WIDTH // 2)):
+            lines.append(f"    {word}")
+        else:
+            lines[-1] = f"{lines[-1]} {word}" if lines[-1].strip() else lines[-1] + word
+    return " \\\n".join(lines)

@@ -15,7 +15,8 @@ from hpctrain.jobs import units, values
 __all__ = ["BACKENDS", "LAUNCHERS", "JobSpec", "complaint", "names", "unknown"]
 
 _SIGNAL_SECONDS = 120
-LAUNCHERS = ("srun", "torchrun", "horovodrun", "none")
+# Agents of `hpctrain run` on each host; srun for each rank; the program starts its ranks itself.
+LAUNCHERS = ("hpctrain", "srun", "none")
 BACKENDS = ("auto", "single", "ddp", "horovod", "dataparallel")
 RUNTIMES = ("apptainer", "pyxis")
 # Source: --signal and --mail-type of sbatch(1).
@@ -71,7 +72,10 @@ class JobSpec:
     )  # fmt: skip
     run_dir: str = _field(values.string, "", "run directory (default: runs/NAME-JOBID)", "DIR")
     launcher: str = _field(
-        values.one_of(LAUNCHERS), "srun", f"launcher of the ranks: {', '.join(LAUNCHERS)}", "NAME"
+        values.one_of(LAUNCHERS),
+        "hpctrain",
+        f"launcher of the ranks: {', '.join(LAUNCHERS)}",
+        "NAME",
     )
     elastic: bool = _field(values.flag, False, "continue on the remaining hosts when one is lost")
     backend: str = _field(
@@ -155,7 +159,13 @@ class JobSpec:
     setup: tuple[str, ...] = _field(
         values.list_of(values.string),
         (),
-        "lines of bash that run before the ranks; the only field that is code",
+        "lines of bash that run before the ranks; besides finish the only field that is code",
+        "LINE",
+    )
+    finish: tuple[str, ...] = _field(
+        values.list_of(values.string),
+        (),
+        "lines of bash that run on the first host after the ranks have succeeded",
         "LINE",
     )
     venv: str = _field(values.string, "", "virtual environment to activate", "DIR")
@@ -207,6 +217,11 @@ class JobSpec:
     def gpus(self) -> int:
         """The number of GPUs of each node."""
         return units.gpu_count(self.gpus_per_node)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the hosts copy anything to their own disks."""
+        return bool(self.stage_code or self.stage_environment or self.stage_data)
 
     @property
     def tasks(self) -> int:
@@ -282,14 +297,24 @@ class JobSpec:
                 f"a rank for each GPU: tasks_per_node = {self.gpus}, or none",
             ),
             (
-                self.elastic and self.launcher not in ("srun", "horovodrun"),
+                self.elastic and self.launcher != "hpctrain",
                 f"elastic with launcher = {self.launcher}",
-                "srun or horovodrun",
+                "launcher = hpctrain",
             ),
             (
-                self.container and self.launcher in ("horovodrun", "none"),
+                self.container and self.launcher == "none",
                 f"container with launcher = {self.launcher}",
-                "srun or torchrun",
+                "hpctrain or srun",
+            ),
+            (
+                self.container and self.launcher == "srun" and self.container_runtime != "pyxis",
+                "container with launcher = srun",
+                "container_runtime = pyxis, or launcher = hpctrain",
+            ),
+            (
+                self.staged and (self.launcher != "hpctrain" or self.container_runtime == "pyxis"),
+                "stage_code, stage_environment or stage_data with another launcher than hpctrain",
+                "launcher = hpctrain",
             ),
             (
                 self.container and set(",:") & set(self.run_dir),

@@ -12,8 +12,8 @@ from hpctrain.cluster import env_vars, slurm
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import script
 from hpctrain.jobs.directives import LOG, LOG_OF_ARRAY
-from hpctrain.jobs.launch_command import is_python
 from hpctrain.jobs.log_names import filled
+from hpctrain.jobs.script import is_python
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = [

@@ -38,20 +38,10 @@ _BASH_VARIABLES = (
     *("OPTARG", "OPTIND", "PIPESTATUS", "POSIXLY_CORRECT", "PWD", "OLDPWD", "RANDOM", "SECONDS"),
     *("REPLY", "SRANDOM", "BASH", "BASH_VERSION", "BASH_COMPAT"),
 )
-# Variables of the script itself.
+# Variables of the script and of `hpctrain run`.
 SCRIPT_VARIABLES = (
-    *(
-        "HPCTRAIN_RUN_DIR",
-        "HPCTRAIN_SCRATCH",
-        "HPCTRAIN_SECRET",
-        "HPCTRAIN_STOP_FILE",
-        "HPCTRAIN_EXIT_STATUS_FILE",
-    ),
-    *("code", "code_in_file", "command", "conda", "count", "counts", "each_host", "entry"),
-    *("first_host", "host", "host_functions", "hosts", "hpctrain_arguments", "hpctrain_signaled"),
-    *("init_file", "job", "launch", "module_name", "modules", "mounts", "output", "port"),
-    *("quoted_arguments", "ranks", "ranks_of_host", "record", "run", "runs", "scratch", "script"),
-    *("setting", "site", "slots", "start_mark", "state", "times", "venv"),
+    *("HPCTRAIN_RUN_DIR", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP_FILE"),
+    *("HPCTRAIN_EXIT_STATUS_FILE", "HPCTRAIN_SITE", "code", "file"),
 )
 _RESERVED = frozenset((*_BASH_VARIABLES, *SCRIPT_VARIABLES))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)

@@ -22,7 +22,9 @@ from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch import cores, rank_environment, supervisor
+from hpctrain.launch.containers import apptainer
 from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
 from hpctrain.rendezvous import Rendezvous, meet
 
@@ -44,6 +46,9 @@ class Plan:
         attempt: number of earlier attempts.
         bound: whether each rank gets cores of its own.
         temporary: whether the folder is removed if this process is killed.
+        staging: what each host copies to its own disk: code, environment, data.
+        container: image in which the ranks run; empty for none.
+        label: label of the job and number of the start, for the folder of the copies.
     """
 
     command: Sequence[str]
@@ -53,6 +58,9 @@ class Plan:
     attempt: int = 0
     bound: bool = True
     temporary: bool = False
+    staging: Sequence[str] = ("", "", "")
+    container: str = ""
+    label: str = "0-0"
 
     def exit_status_file(self, node_rank: int) -> Path:
         """Return the path of the exit status file of a host, which rank 0 writes on the first.
@@ -189,14 +197,22 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
         rank_environment.print_threads(env, environs)
     elif world.rank == 0:
         _print_layout(counts, share, env)
-    outcome = supervisor.run(
-        plan.command,
-        environs,
-        plan.exit_status_file(world.rank),
-        labelled=sum(counts) > 1,
-        cores=cores.divided(here, env) if plan.bound else None,
-        temporary=plan.temporary,
-    )
+    name = f"{plan.label}{plan.attempt}"
+    with staged(Staging(*plan.staging), name, env) as (own, folder):
+        command = list(plan.command)
+        if plan.container:
+            gpus = roster.entries[world.rank]["gpus"] > 0
+            inside = {**env, **own}
+            command = apptainer(command, plan.container, gpus, folder or os.getcwd(), inside)
+        outcome = supervisor.run(
+            command,
+            {rank: {**environ, **own} for rank, environ in environs.items()},
+            plan.exit_status_file(world.rank),
+            labelled=sum(counts) > 1,
+            cores=cores.divided(here, env) if plan.bound else None,
+            temporary=plan.temporary,
+            folder=folder,
+        )
     return end_of(outcome, sum(counts), point.host)
 
 

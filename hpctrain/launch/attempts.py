@@ -5,6 +5,7 @@ from the newest checkpoint of the run directory. The run directory is on a file 
 hosts share, and also has the files that the attempts share.
 """
 
+import contextlib
 import itertools
 import secrets
 import shutil
@@ -52,6 +53,9 @@ def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple
         stopped: whether this process got a signal.
     """
     exit_status, reason = recorded or (code, "")
+    if recorded is None and stopped and code:
+        # The signal has ended the ranks before they could handle it.
+        exit_status, reason = exit_codes.STOPPED, "a signal before the first step"
     if (
         code == 0
         or stopped
@@ -92,6 +96,7 @@ def run(
     directory: rundir.RunDirectory,
     env: Mapping[str, str],
     policy: Policy,
+    received: Sequence[int] = (),
 ) -> tuple[int, str]:
     """Start ranks on the hosts, and again after a failure.
 
@@ -101,6 +106,7 @@ def run(
         directory: run directory; the command gets it as $HPCTRAIN_RUN_DIR.
         env: environment of the ranks.
         policy: rules for further attempts.
+        received: stop signals that this process has received while no attempt ran.
 
     Returns:
         An exit code of `exit_codes` or the exit code of the last attempt, and the reason.
@@ -127,9 +133,11 @@ def run(
         )
     folder = _folder(directory)
     try:
-        return _attempts(hosts, command, directory, environ, policy, folder, launch)
+        return _attempts(hosts, command, directory, environ, policy, folder, launch, received)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            directory.path.rmdir()  # the program has failed before its run
 
 
 def _attempts(
@@ -140,6 +148,7 @@ def _attempts(
     policy: Policy,
     common: Path,
     launch: str,
+    received: Sequence[int],
 ) -> tuple[int, str]:
     """Start the ranks until the run ends or is given up; see `run`."""
     remaining, fruitless = list(hosts.names), 0
@@ -147,10 +156,10 @@ def _attempts(
         before = _newest(directory)
         folder = common / str(number)
         folder.mkdir(mode=0o700)
-        attempt = Attempt(command, environ, folder, launch, number)
+        attempt = Attempt(command, environ, folder, launch, number, bool(received))
         end = hosts.run(remaining, attempt)
         recorded = read_exit_status(folder / "exit-status-0")
-        result = settled(end.code, recorded, end.stopped)
+        result = settled(end.code, recorded, end.stopped or bool(received))
         if result is not None:
             _report(end.first, end, recorded)
             return result
@@ -189,7 +198,8 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
         return
     if recorded is not None and recorded[0] == exit_codes.STOPPED:
         return
-    write_stderr(f"hpctrain: rank {first.rank} on {first.host} failed first, {first.brief}\n")
+    where = f" on {first.host}" if first.host else ""
+    write_stderr(f"hpctrain: rank {first.rank}{where} failed first, {first.brief}\n")
 
 
 def _without(lost: Sequence[str]) -> str:

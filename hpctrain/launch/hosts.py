@@ -32,6 +32,7 @@ class Attempt:
             read it.
         launch: name of the launcher's run, the same for all its attempts.
         number: number of earlier attempts.
+        stopping: whether the ranks are to stop at once, as a signal has come before.
     """
 
     command: Sequence[str]
@@ -39,6 +40,7 @@ class Attempt:
     folder: Path
     launch: str
     number: int
+    stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)

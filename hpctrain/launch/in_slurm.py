@@ -1,10 +1,12 @@
-"""Start of ranks on the hosts of a Slurm job: srun starts an agent on each."""
+"""Start of ranks in a Slurm job: by an agent on each host, by srun, or by a program of the user."""
 
 import json
 import queue
+import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.hostlist import compress, expand
@@ -12,12 +14,13 @@ from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError
 from hpctrain.launch import supervisor
-from hpctrain.launch.agent import Plan
+from hpctrain.launch.agent import FirstFailure, Plan
+from hpctrain.launch.containers import pyxis
 from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.process import failure_record
 
-__all__ = ["InSlurm"]
+__all__ = ["Direct", "InSlurm", "Inside", "Once"]
 
 # Variables from which srun takes the size and the binding of a step. An agent gets all of its host.
 # Source: INPUT ENVIRONMENT VARIABLES of srun(1), Slurm 22.05 to 25.05.
@@ -32,19 +35,41 @@ _OF_THE_STEP = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What surrounds the ranks on each host.
+
+    Attributes:
+        staging: code, environment and data that each host copies, as in `Plan`.
+        container: image in which the ranks run; empty for none.
+        variables: names of variables that override those of the image.
+        label: label of the job and number of its start.
+    """
+
+    staging: Sequence[str] = ("", "", "")
+    container: str = ""
+    variables: Sequence[str] = ()
+    label: str = "0-0"
+
+
 class InSlurm:
     """Hosts of a Slurm job; a job submitted with --no-kill survives the loss of some hosts.
+
+    srun starts an agent on each.
 
     Args:
         env: environment of the batch script or of the allocation's shell.
         nproc: number of ranks of each host, as `rank_environment.layout` takes it; None for the
             job's tasks if it asked for more than one on a host, else one for each GPU.
+        inside: what surrounds the ranks.
 
     Raises:
         ContradictionError: SLURM_TASKS_PER_NODE does not fit SLURM_JOB_NODELIST.
     """
 
-    def __init__(self, env: Mapping[str, str], nproc: str | None = None) -> None:
+    def __init__(
+        self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
+    ) -> None:
         self.names: Sequence[str] = hosts_of_job(env)
         counts = None
         if nproc is not None and nproc != "auto":
@@ -56,6 +81,7 @@ class InSlurm:
         self._nproc = nproc if counts is None or len(counts) != len(self.names) else None
         self._counts = dict(zip(self.names, counts or [0] * len(self.names), strict=False))
         self._env = env
+        self._inside = inside or Inside()
 
     def ranks(self, host: str) -> int:
         """Return the number of ranks of a host; 1 if its agent decides."""
@@ -78,14 +104,53 @@ class InSlurm:
         return (f"scontrol show node {host} (shows the reason)", f"#SBATCH --exclude={host}")
 
     def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
-        """Run srun with one agent on each host."""
+        """Start the ranks, and wait until they have ended."""
+        stop_file = attempt.folder / "stop"
+        environ = {**attempt.environ, env_vars.STOP_FILE: str(stop_file)}
+        if attempt.stopping:
+            stop_file.touch()
+        command, environ, exit_status_file = self._step(hosts, attempt, environ)
+        events: supervisor.Events = queue.SimpleQueue()
+
+        def forward(number: int) -> str:
+            # A signal to srun would end the step at once. All ranks see a stop file.
+            stop_file.touch()
+            if failure_record.sessions(attempt.folder):
+                return "stops the run, which saves first"
+            if number in (signal.SIGUSR1, signal.SIGUSR2):
+                return "stops the run as soon as its Session is open"
+            events.put(number)
+            return "ends the ranks, which have no Session"
+
+        outcome = supervisor.run(
+            command,
+            {0: environ},
+            exit_status_file,
+            labelled=False,
+            events=events,
+            temporary=False,
+            forward=forward,
+        )
+        return self._end(attempt.folder, outcome)
+
+    def _step(
+        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
+    ) -> tuple[list[str], dict[str, str], Path]:
+        """Return command, environment and exit status file of the process to start."""
         nproc = self._nproc or "auto"
         if self._nproc is None and any(self._counts.values()):
             nproc = ",".join(str(self._counts[host]) for host in hosts)
-        plan = Plan(attempt.command, nproc, str(attempt.folder), attempt.launch, attempt.number)
-        environ = {
-            name: value for name, value in attempt.environ.items() if name not in _OF_THE_STEP
-        }
+        plan = Plan(
+            attempt.command,
+            nproc,
+            str(attempt.folder),
+            attempt.launch,
+            attempt.number,
+            staging=self._inside.staging,
+            container=self._inside.container,
+            label=self._inside.label,
+        )
+        environ = {name: value for name, value in environ.items() if name not in _OF_THE_STEP}
         environ[env_vars.AGENT] = json.dumps(asdict(plan))
         count = len(hosts)
         command = [
@@ -96,28 +161,62 @@ class InSlurm:
         ]
         step = attempt.folder / "step"
         step.mkdir(mode=0o700)
-        stop_file = attempt.folder / "stop"
-        environ[env_vars.STOP_FILE] = str(stop_file)
+        return command, environ, step / "exit-status"
 
-        def forward(number: int) -> str:
-            # srun would end the step at once. A stop file is seen by the ranks on all hosts.
-            if failure_record.sessions(attempt.folder):
-                stop_file.touch()
-                return "stops the run, which saves first"
-            events.put(number)
-            return "ends the ranks"
+    def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
+        return read_ends(folder, outcome.code, outcome.signal is not None)
 
-        events: supervisor.Events = queue.SimpleQueue()
-        outcome = supervisor.run(
-            command,
-            {0: environ},
-            step / "exit-status",
-            labelled=False,
-            events=events,
-            temporary=False,
-            forward=forward,
+
+class Once(InSlurm):
+    """The first host of a Slurm job, on which the program runs once; it starts its ranks itself."""
+
+    def _step(
+        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
+    ) -> tuple[list[str], dict[str, str], Path]:
+        """Return the program with the variables of its start."""
+        del hosts
+        return list(attempt.command), environ, attempt.folder / "exit-status-0"
+
+    def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
+        failures = failure_record.failures(folder)
+        found = min(
+            failures.items(),
+            key=lambda one: (one[1].caused_by_other_rank, one[1].time),
+            default=None,
         )
-        return read_ends(attempt.folder, outcome.code, outcome.signal is not None)
+        first = None
+        if found is not None and outcome.code:
+            rank, failure = found
+            first = FirstFailure(
+                rank,
+                "",
+                failure.time,
+                failure.caused_by_other_rank,
+                failure.description,
+                failure.traceback,
+                failure.exit_code,
+            )
+        code = first.code if first else outcome.code
+        return HostsEnd(code, outcome.signal is not None, first, ranks=max(len(failures), 1))
+
+
+class Direct(Once):
+    """Hosts of a Slurm job on which srun starts each rank as a task, as for MPI."""
+
+    def _step(
+        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
+    ) -> tuple[list[str], dict[str, str], Path]:
+        """Return an srun with the layout of the job."""
+        del hosts
+        cpus = environ.get("SLURM_CPUS_PER_TASK")
+        command = ["srun", "--quiet", "--kill-on-bad-exit=1"]
+        # Not every version of Slurm passes it from sbatch to srun.
+        command += [f"--cpus-per-task={cpus}"] if cpus else []
+        if self._inside.container:
+            folder = environ.get("SLURM_SUBMIT_DIR", ".")
+            names = self._inside.variables
+            command += pyxis(self._inside.container, folder, environ, names)
+        return [*command, *attempt.command], environ, attempt.folder / "exit-status-0"
 
 
 def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:

@@ -66,6 +66,7 @@ class Rank:
         environ: Mapping[str, str],
         bind: bool,
         cores: Set[int] | None = None,
+        folder: str | None = None,
     ) -> "Rank":
         """Start a rank.
 
@@ -77,6 +78,7 @@ class Rank:
                 other threads.
             cores: cores that the rank and its child processes may use; None for no change. Only
                 with `bind`.
+            folder: working directory; None for that of this process.
 
         Raises:
             StartError: the system cannot start another process.
@@ -85,6 +87,7 @@ class Rank:
             process = subprocess.Popen(
                 command,
                 env=dict(environ),
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -194,7 +194,8 @@ def on_hosts(
     directory: Path,
     env: Mapping[str, str],
     policy: Policy,
-) -> int:
+    received: Sequence[int] = (),
+) -> tuple[int, str]:
     """Start a command on the hosts of an allocation, and again after a failure.
 
     Args:
@@ -204,17 +205,19 @@ def on_hosts(
         directory: run directory, on a file system that all hosts share.
         env: environment of the ranks.
         policy: rules for further attempts.
+        received: stop signals that this process has received so far, and receives between attempts.
 
     Returns:
-        An exit code of `exit_codes`, or the exit code of the last attempt.
+        An exit code of `exit_codes` or the exit code of the last attempt, and the reason.
 
     Raises:
         StartError: a host does not answer before the first attempt.
         UsageError: the run directory cannot be made.
     """
-    exit_status = attempts.run(hosts, command, rundir.RunDirectory(directory), env, policy)
+    run_directory = rundir.RunDirectory(directory)
+    exit_status = attempts.run(hosts, command, run_directory, env, policy, received)
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
-    return exit_status[0]
+    return exit_status
 
 
 def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str]) -> Path:

@@ -86,6 +86,7 @@ def run(
     cores: Sequence[Set[int]] | None = None,
     temporary: bool = True,
     forward: Callable[[int], str] | None = None,
+    folder: str | None = None,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -108,6 +109,7 @@ def run(
         forward: function that is called for a first signal, in place of sending it to the ranks,
             and returns what it has done, for a message. A second one then ends the ranks by
             SIGTERM, and not by SIGKILL.
+        folder: working directory of the ranks (default: that of this process).
 
     Raises:
         StartError: the system cannot start more processes.
@@ -127,7 +129,7 @@ def run(
                     env_vars.EVIDENCE: str(exit_status_file.parent),
                 }
                 bound_to = cores[index] if cores else None
-                ranks.append(Rank.start(number, command, own, bind, bound_to))
+                ranks.append(Rank.start(number, command, own, bind, bound_to, folder))
                 guard.add(ranks[-1])
             output = Output(ranks, labelled, lambda: events.put(None))
             watch.wait()

@@ -26,12 +26,16 @@ from typing import Any
 from hpctrain.errors import UsageError, exit_codes
 
 __all__ = [
+    "STOP_REASON",
     "RunDirectory",
     "append",
     "create",
     "default",
     "replace",
 ]
+
+#: Reason of a stop that a person asked for with the file `stop`; such a run is not started again.
+STOP_REASON = "the file stop in the run directory"
 
 _STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
 

@@ -60,7 +60,9 @@ def claim(
     own = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
     if resume is None:
-        resume = options.elastic or (job is not None and job.restart_count > 0)
+        # The launcher has started the ranks again: torchrun, or `hpctrain run` in a job.
+        again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        resume = options.elastic or again or (job is not None and job.restart_count > 0)
     path = options.run_dir or env.get(env_vars.RUN_DIR) or default(name, job.label if job else None)
     directory = RunDirectory(path)
     before = directory.read(directory.identity)

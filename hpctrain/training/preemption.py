@@ -1,4 +1,4 @@
-"""Stop requests: signals, a stop file, the end of the job's time.
+"""Stop requests: signals, stop files, the end of the job's time.
 
 A signal handler only sets a flag: Python runs no handler while a collective waits, and ranks that
 save at different steps make no usable checkpoint. The run reads the flag, reaches consensus with
@@ -26,14 +26,19 @@ from hpctrain.process.logging import logger
 
 __all__ = ["REASONS", "Preemption", "Stopped"]
 
-_TIME_LIMIT, _STOP_FILE = "the end of the job's time", "a stop file"
+_TIME_LIMIT, _STOP_FILE = "the end of the job's time", "a signal to the job"
 _SUBMITIT = "SUBMITIT_EXECUTOR"
 # SIGNALING is the state that Slurm shows for a moment after it has sent a signal.
 _GOES_ON = ("RUNNING", "SIGNALING")
 _TAKEN = (*signals.STOP, signal.SIGINT)
 
 #: Reasons why a run stops; the ranks exchange one number for each of them.
-REASONS = (_TIME_LIMIT, _STOP_FILE, *(signal.Signals(number).name for number in _TAKEN))
+REASONS = (
+    _TIME_LIMIT,
+    _STOP_FILE,
+    rundir.STOP_REASON,
+    *(signal.Signals(number).name for number in _TAKEN),
+)
 
 
 class Stopped(SystemExit):
@@ -138,9 +143,13 @@ class Preemption:
         if self._rank > 0:
             return None
         # os.path.exists returns False if the file system has a temporary error.
-        if any(file and os.path.exists(file) for file in (self._of_the_start, self._of_the_run)):
-            self._look_at_the_clock(_STOP_FILE, save_margin)
-            return _STOP_FILE
+        for file, reason in (
+            (self._of_the_start, _STOP_FILE),
+            (self._of_the_run, rundir.STOP_REASON),
+        ):
+            if file and os.path.exists(file):
+                self._look_at_the_clock(reason, save_margin)
+                return reason
         if self._end is not None and self._clock() + save_margin >= self._end:
             return _TIME_LIMIT
         return None

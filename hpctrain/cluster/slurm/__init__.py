@@ -12,7 +12,14 @@ from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.cluster.slurm.accounting import Ended, accounts, ended
-    from hpctrain.cluster.slurm.batch import Answer, batch_script, cancel, requeue, sbatch
+    from hpctrain.cluster.slurm.batch import (
+        Answer,
+        batch_script,
+        cancel,
+        requeue,
+        requeue_unended,
+        sbatch,
+    )
     from hpctrain.cluster.slurm.command import NoAnswerError
     from hpctrain.cluster.slurm.queue import QueuedJob, jobs
     from hpctrain.cluster.slurm.sinfo import Partition, partitions
@@ -47,6 +54,7 @@ __all__ = [
     "jobs",
     "partitions",
     "requeue",
+    "requeue_unended",
     "sbatch",
     "step_is_active",
 ]
@@ -55,7 +63,7 @@ __getattr__ = lazy(
     __name__,
     {
         "accounting": ("Ended", "accounts", "ended"),
-        "batch": ("Answer", "batch_script", "cancel", "requeue", "sbatch"),
+        "batch": ("Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"),
         "command": ("NoAnswerError",),
         "sinfo": ("Partition", "partitions"),
         "queue": ("QueuedJob", "jobs"),

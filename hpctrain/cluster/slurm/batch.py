@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hpctrain.cluster.commands import LateAnswerError, NoAnswerError, run
 from hpctrain.cluster.slurm.command import ask
 
-__all__ = ["Answer", "batch_script", "cancel", "requeue", "sbatch"]
+__all__ = ["Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"]
 
 # sbatch tries again while the controller is busy, and for one minute if there is no slurm.conf.
 _SECONDS_TO_SUBMIT = 120.0
@@ -64,6 +64,16 @@ def cancel(labels: Sequence[str], env: Mapping[str, str]) -> None:
         NoAnswerError: the command failed; the text has Slurm's reason.
     """
     ask(["scancel", *labels], env)
+
+
+def requeue_unended(label: str, env: Mapping[str, str]) -> None:
+    """End the job of this process and put it back into the queue; a cancelled job stays cancelled.
+
+    Raises:
+        NoAnswerError: the command failed; the text has Slurm's reason.
+    """
+    # Without `incomplete`, Slurm would also requeue a job that was just cancelled.
+    ask(["scontrol", "requeue", "incomplete", label], env)
 
 
 def requeue(label: str, env: Mapping[str, str]) -> None:

@@ -1,0 +1,174 @@
+"""The batch job of Slurm in which `hpctrain run` starts the ranks: its names, and what follows it.
+
+A job that was stopped goes back into the queue. A job that ended otherwise, or that a person has
+stopped or cancelled, does not.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.cluster import env_vars, slurm
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.job import detect as detect_job
+from hpctrain.errors import UsageError, exit_codes
+from hpctrain.launch.rank_output import write_stderr
+from hpctrain.process import signals
+
+__all__ = ["SlurmJob", "own_environment", "stop_signals"]
+
+# SIGNALING is the state that Slurm shows for a moment after it has sent a signal.
+_GOES_ON = ("RUNNING", "SIGNALING")
+_SECONDS_UNTIL_END = 60.0  # Slurm ends a job within seconds after its requeue
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect stop signals, which may come before the ranks start and between two attempts.
+
+    The batch script may ignore them until then, as bash would end at the first one.
+    """
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda caught, _: received.append(caught))
+        for number in signals.STOP
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def own_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a job without what it has inherited from an outer job.
+
+    A job that was submitted inside another job inherits its variables. Slurm overwrites only some
+    of them: array variables only in an array, and the restart count only after a requeue.
+
+    Args:
+        env: environment of the batch script.
+    """
+    own = dict(env)
+    if own.get(env_vars.STOP_FILE) and own.pop(env_vars.RUN_DIR, ""):
+        write_stderr(
+            f"hpctrain: {env_vars.RUN_DIR} is ignored: it is that of the job that called sbatch\n"
+        )
+    own.pop(env_vars.STOP_FILE, None)
+    if not (env.get("SLURM_ARRAY_TASK_ID") or env.get("SLURM_RESTART_COUNT")):
+        return own
+    try:
+        listed = slurm.jobs(own, [env["SLURM_JOB_ID"]])
+    except slurm.NoAnswerError:
+        return own
+    for job in listed:
+        if job.number == env["SLURM_JOB_ID"]:
+            if not job.task.isdecimal():
+                own = {k: v for k, v in own.items() if not k.startswith("SLURM_ARRAY_")}
+            own["SLURM_RESTART_COUNT"] = str(job.restarts)
+    return own
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """Batch job of Slurm.
+
+    Attributes:
+        env: environment of the batch script, as `own_environment` returns it.
+        allocation: the job, from these variables.
+        max_restarts: largest number of restarts; None for no limit.
+    """
+
+    env: Mapping[str, str]
+    allocation: Allocation
+    max_restarts: int | None = None
+
+    @classmethod
+    def here(cls, env: Mapping[str, str], max_restarts: int | None) -> "SlurmJob":
+        """Return the job of this process.
+
+        Args:
+            env: environment of this process.
+            max_restarts: largest number of restarts; None for no limit.
+        """
+        own = own_environment(env)
+        allocation = detect_job(own)
+        assert allocation is not None  # the caller has found it
+        return cls(own, allocation, max_restarts)
+
+    def run_directory(self, given: str | None) -> Path:
+        """Return the run directory, the same for all starts of the job.
+
+        Args:
+            given: path from the command line; tasks of an array get folders in it.
+
+        Raises:
+            UsageError: $HPCTRAIN_RUN_DIR names one directory for all tasks of an array.
+        """
+        top = Path(self.env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        count = self.env.get("SLURM_ARRAY_TASK_COUNT", "1")
+        exported = self.env.get(env_vars.RUN_DIR)
+        if exported and self.allocation.array_task is not None and count not in ("", "1"):
+            raise UsageError(
+                "HT804",
+                f"{env_vars.RUN_DIR}={exported}: one directory, and {count} tasks",
+                "a run directory for each task of the array",
+                f"unset {env_vars.RUN_DIR}",
+            )
+        if exported:
+            return top / exported
+        if given:
+            task = self.allocation.array_task
+            return top / given / ("" if task is None else str(task))
+        name = self.env.get("SLURM_JOB_NAME", "job").replace("/", "_")
+        return top / rundir.default(name, self.allocation.label)
+
+    def after(self, code: int, reason: str, directory: Path) -> int:
+        """Requeue a stopped job, or print how to continue; return the exit code of the job.
+
+        Args:
+            code: exit code of the run.
+            reason: reason of its end.
+            directory: run directory.
+        """
+        if code != exit_codes.STOPPED:
+            return code
+        label = self.allocation.label
+        if reason.startswith(rundir.STOP_REASON):
+            refused = f"stopped by {rundir.STOP_REASON}"
+        elif self.max_restarts is not None and self.allocation.restart_count >= self.max_restarts:
+            code = exit_codes.GIVEN_UP
+            count = self.allocation.restart_count
+            refused = f"it was restarted {count} times, and the limit is {self.max_restarts}"
+        else:
+            refused = self._requeue()
+        write_stderr(f"hpctrain: job {label} is not started again: {refused}\n")
+        checkpoints = rundir.RunDirectory(directory).steps()
+        if checkpoints:
+            write_stderr(
+                f"hpctrain: its checkpoints are in {directory}\n  fix:      hpctrain requeue "
+                f"{label}\n  or:       {env_vars.RUN_DIR}={directory} sbatch SCRIPT (later, when "
+                "Slurm has forgotten the job)\n"
+            )
+        return code
+
+    def _requeue(self) -> str:
+        """Requeue the job, which ends this process; return the reason if that is not possible.
+
+        A job that is no longer running is not requeued: a cancelled job must not start again, and
+        Slurm itself requeues a preempted one.
+        """
+        state = slurm.job_state(self.allocation.label, self.env)
+        if state is None or state.name not in _GOES_ON:
+            return f"its state is {state.name if state else 'unknown'}"
+        try:
+            slurm.requeue_unended(self.allocation.label, self.env)
+        except slurm.NoAnswerError as error:
+            return str(error)
+        time.sleep(_SECONDS_UNTIL_END)
+        return "scontrol requeue was accepted, but the job continues"

@@ -1,0 +1,149 @@
+"""Copies of code, an environment and data on each host's own disk, for as long as the ranks run."""
+
+import contextlib
+import getpass
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.cluster import env_vars
+from hpctrain.errors import StartError
+
+__all__ = ["Staging", "staged"]
+
+_MARK = ".start"  # only folders with this file are removed: all users can write in /tmp
+_LEFT_OUT = ("runs", ".git", ".venv")
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """What each host copies to its own disk; empty for nothing.
+
+    Attributes:
+        code: folder in which the ranks start.
+        environment: tar archive of an environment, with `bin` at its top.
+        data: folder with data; its copy is found by its name.
+    """
+
+    code: str = ""
+    environment: str = ""
+    data: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.code or self.environment or self.data)
+
+
+@contextlib.contextmanager
+def staged(
+    files: Staging, name: str, env: Mapping[str, str]
+) -> Iterator[tuple[dict[str, str], str | None]]:
+    """Copy the files, yield variables and working directory for the ranks, and remove the copies.
+
+    Args:
+        files: what to copy.
+        name: name of this start, `LABEL-NUMBER`; copies of earlier starts of LABEL are removed.
+        env: environment of this process.
+
+    Raises:
+        StartError: the files cannot be copied.
+    """
+    if not files:
+        yield {}, None
+        return
+    top = Path(env.get("SLURM_TMPDIR") or env.get("TMPDIR") or "/tmp")  # noqa: S108
+    folder = top / f"hpctrain-{getpass.getuser()}-{name}"
+    try:
+        _remove_earlier(folder)
+        folder.mkdir(mode=0o700)
+        (folder / _MARK).touch()
+    except OSError as error:
+        raise _failed(folder, error) from None
+    try:
+        try:
+            variables = _copy(files, folder, env)
+        except (OSError, shutil.Error) as error:
+            raise _failed(folder, error) from None
+        variables[env_vars.SCRATCH] = str(folder)
+        yield variables, str(folder / "code") if files.code else None
+    finally:
+        _remove(folder)
+
+
+def _copy(files: Staging, folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+    variables = {}
+    if files.code:
+        source = Path(files.code)
+
+        def left_out(path: str, names: list[str]) -> list[str]:
+            return [name for name in names if name in _LEFT_OUT and Path(path) == source]
+
+        shutil.copytree(source, folder / "code", symlinks=True, ignore=left_out)
+    if files.environment:
+        place = folder / "environment"
+        place.mkdir()
+        _run("tar", "-C", str(place), "--force-local", "-xf", files.environment)
+        programs = place / "bin"
+        if not programs.is_dir():
+            raise StartError(
+                "HT218",
+                f"{files.environment} has no bin/ at its top",
+                "an archive of an environment's content",
+                f"tar -C ENVIRONMENT -cf {files.environment} .",
+            )
+        if (programs / "conda-unpack").exists():  # conda-pack requires this
+            _run(str(programs / "python"), str(programs / "conda-unpack"))
+        variables["PATH"] = f"{programs}:{env.get('PATH', os.defpath)}"
+    if files.data:
+        # Links become files, as their targets may be on a remote disk. Modes are not copied, as
+        # read-only copies could not be removed.
+        name = Path(files.data).name
+        shutil.copytree(files.data, folder / "data" / name, copy_function=shutil.copyfile)
+        variables[env_vars.DATA] = str(folder / "data")
+    return variables
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip() or done.returncode}")
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Remove copies that killed starts of the same job have left."""
+    label = folder.name.rpartition("-")[0]
+    for old in folder.parent.glob(f"{label}-*"):
+        if old.name.removeprefix(f"{label}-").isdecimal() and _is_own(old):
+            _remove(old)
+
+
+def _is_own(folder: Path) -> bool:
+    status = folder.lstat()
+    is_folder = stat.S_ISDIR(status.st_mode)
+    return is_folder and status.st_uid == os.getuid() and (folder / _MARK).is_file()
+
+
+def _remove(folder: Path) -> None:
+    for name, _, _ in os.walk(folder):  # only root could remove what is in a read-only folder
+        with contextlib.suppress(OSError):
+            os.chmod(name, 0o700)
+    for path in folder.iterdir():
+        if path.name != _MARK:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # the mark is removed last, in case of a kill
+
+
+def _failed(folder: Path, error: Exception) -> StartError:
+    return StartError(
+        "HT218",
+        f"{os.uname().nodename} cannot copy files to {folder}: {error}",
+        "a disk with room, to which this user may write",
+        f"df -h {folder.parent}",
+        "export TMPDIR=DIR",
+    )
