@@ -19,6 +19,7 @@ COMMANDS = {
     "submit": "submit a job with sbatch or submitit, or run it on this machine",
     "status": "show your jobs, why they wait, and the progress of their runs",
     "cancel": "cancel jobs; their checkpoints are kept",
+    "diff": "show what has changed in the code since a job was submitted",
     "requeue": "start jobs again from their last checkpoints",
     "render": "write the batch script of a job",
     "lint": "find errors in an sbatch script",

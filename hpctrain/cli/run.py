@@ -59,6 +59,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start the program once, on the first host: it starts its ranks itself",
     )
+    job.add_argument(
+        "--code", metavar="TREE", help="snapshot of the code to run, which hpctrain submit has made"
+    )
     job.add_argument("--run-dir", metavar="DIR", help="run directory (default: runs/NAME-JOBID)")
     job.add_argument(
         "--max-attempts",
@@ -214,6 +217,8 @@ def _in_slurm(
         names = tuple(filter(None, (arguments.container_env or "").split(",")))
         for name in names:
             env[f"APPTAINERENV_{name}"] = env.get(name, "")
+        if arguments.code:
+            command, env = _frozen(arguments, command, env)
         staging = (arguments.stage_code, arguments.stage_environment, arguments.stage_data)
         label = f"{job.allocation.label}-{job.allocation.restart_count}"
         inside = Inside(staging, arguments.container or "", names, label)
@@ -226,6 +231,23 @@ def _in_slurm(
             lines = ["bash", "-e", "-c", arguments.finish]
             code = subprocess.run(lines, env=env, check=False).returncode
         return job.after(code, reason, directory) if in_batch else code
+
+
+def _frozen(
+    arguments: argparse.Namespace, command: list[str], env: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of ranks that run the code of a snapshot."""
+    from hpctrain.launch.frozen_program import from_snapshot
+    from hpctrain.rundir import frozen_code
+
+    store = Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd()) / frozen_code.STORE
+    folder = frozen_code.files(store, arguments.code)
+    snapshot = frozen_code.read(store, arguments.code)
+    if arguments.stage_code:
+        place = snapshot.place_of(arguments.stage_code, folder)
+        arguments.stage_code = str(place or arguments.stage_code)
+        return command, env  # the copy has the code, and the ranks start there
+    return from_snapshot(command, snapshot, folder, env)
 
 
 def _setting(settings: Sequence[str], index: int | None) -> list[str]:

@@ -30,6 +30,7 @@ EXIT_STATUS_FILE = "HPCTRAIN_EXIT_STATUS_FILE"  # exit status file, written by r
 EVIDENCE = "HPCTRAIN_EVIDENCE"  # folder for the ranks' failure records
 STOP_FILE = "HPCTRAIN_STOP_FILE"  # file that makes the run save and exit
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
+COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
 AGENT = "HPCTRAIN_AGENT"  # what the agents of `hpctrain run` do
 
 # The fields of a `World`, for a rank of `hpctrain run`.
@@ -55,6 +56,7 @@ _OF_ONE_RANK = (
     EVIDENCE,
     STOP_FILE,
     SCRATCH,
+    COMMIT,
     AGENT,
 )
 

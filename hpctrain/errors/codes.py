@@ -287,6 +287,7 @@ CODES: dict[str, Code] = {
         "The number of ranks or the list of hosts for a start is not valid.",
         (
             "The number of values in --nproc-per-node is not the number of nodes.",
+            "Several `hpctrain run` of one start have different values of --nproc-per-node.",
             "The list in --hosts is empty, has a host twice, or a number of ranks below 1.",
             "There would be more than 1024 ranks on one machine.",
         ),
@@ -1447,6 +1448,15 @@ CODES: dict[str, Code] = {
         "Give the folder of the tar files, and check that you may read them and write in it.",
     ),
     # Tools.
+    "HT826": Code(
+        "The code of a job, as it was at its submission, cannot be written.",
+        (
+            "The host where the batch script runs has no git.",
+            "The repository was removed, or history that the job needs was deleted from it.",
+            "The folder runs/.code was removed.",
+        ),
+        "Submit the job again. With `--live` a job runs the code as it is at each start.",
+    ),
     "HT901": Code(
         "`hpctrain bench checkpoint` cannot write a checkpoint of this size here.",
         (

@@ -39,8 +39,12 @@ done
 _CONDA = 'eval "$("${{CONDA_EXE:-conda}}" shell.bash hook)" && conda activate {name} || exit 2'
 
 
-def render(spec: JobSpec) -> str:
+def render(spec: JobSpec, tree: str = "") -> str:
     """Return the text of the script that runs a job; the same spec gives the same text.
+
+    Args:
+        spec: description of the job.
+        tree: snapshot of the code that the job runs; empty for the code as it is.
 
     Raises:
         UsageError: the launcher cannot start the command.
@@ -50,7 +54,7 @@ def render(spec: JobSpec) -> str:
         _head(spec),
         "\n".join([_GUARD, *([_IGNORE.format(signal=signal)] if signal else [])]),
         _environment(spec),
-        _wrapped(["exec", *_run(spec), '"$@"']),
+        _wrapped(["exec", *_run(spec, tree), '"$@"']),
     )
 
 
@@ -144,7 +148,7 @@ def _environment(spec: JobSpec) -> str:
     return "\n".join(lines)
 
 
-def _run(spec: JobSpec) -> list[str]:
+def _run(spec: JobSpec, tree: str) -> list[str]:
     """Return the words of `hpctrain run`, each quoted for bash.
 
     Raises:
@@ -157,7 +161,7 @@ def _run(spec: JobSpec) -> list[str]:
             "the command that gets these options",
         )
     program, words = _program(spec)
-    options: list[str] = []
+    options: list[str] = ["--code", tree] if tree else []
     if spec.launcher == "none":
         options.append("--once")
     elif spec.launcher == "srun" or spec.container_runtime == "pyxis":

@@ -177,6 +177,11 @@ class JobSpec:
         "container runtime: apptainer (default) or pyxis",
         "NAME",
     )
+    live: bool = _field(
+        values.flag,
+        False,
+        "run the code as it is at each start, and not as it was at the submission",
+    )
     stage_code: str = _field(
         values.string,
         "",

@@ -4,17 +4,20 @@ import contextlib
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars, slurm
+from hpctrain.cluster.texts import listed
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import script
 from hpctrain.jobs.directives import LOG, LOG_OF_ARRAY
 from hpctrain.jobs.log_names import filled
 from hpctrain.jobs.script import is_python
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import frozen_code
 
 __all__ = [
     "Sent",
@@ -69,12 +72,32 @@ def send(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] 
         StartError: this host has no Slurm, or Slurm does not answer.
     """
     notes = check(spec, env)
-    text = script.render(spec)
+    script.render(spec)  # refuses what cannot work, before anything is written
     check_folders(spec, env)
     _make_log_folder(spec, env)
+    tree, code_notes = _freeze(spec)
+    text = script.render(spec, tree)
     clean, left_out = environ(spec, env)
     answer = _answer(text, spec, clean, option_of)
-    return Sent(answer.job, (*notes, *left_out, *answer.message.splitlines()))
+    if tree:
+        frozen_code.note_job(frozen_code.STORE, answer.job, tree)
+    return Sent(answer.job, (*notes, *code_notes, *left_out, *answer.message.splitlines()))
+
+
+def _freeze(spec: JobSpec) -> tuple[str, list[str]]:
+    """Record the code of a job; return the name of the snapshot and notes for the user."""
+    if spec.live:
+        return "", []
+    try:
+        snapshot = frozen_code.freeze(Path(), frozen_code.STORE, sys.path)
+    except (slurm.NoAnswerError, OSError) as error:
+        return "", [f"the code is not frozen, so an edit changes the job: {error}"]
+    notes = []
+    if snapshot.left_out:
+        size = frozen_code.LARGEST >> 20
+        names = listed(snapshot.left_out)
+        notes.append(f"not in the frozen code, as larger than {size} MB: {names}")
+    return snapshot.tree, notes
 
 
 def trial(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] = str) -> str:

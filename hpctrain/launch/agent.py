@@ -20,13 +20,13 @@ from hpctrain import rundir
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import ContradictionError, HpctrainError, UsageError
 from hpctrain.launch import cores, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
-from hpctrain.rendezvous import Rendezvous, meet
+from hpctrain.rendezvous import Rendezvous, Roster, meet
 
 __all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
 
@@ -144,15 +144,17 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
 
     Raises:
         UsageError: the numbers of ranks do not fit the hosts.
+        ContradictionError: the hosts have different numbers of ranks.
         StartError: not all agents have connected, or the system cannot start more processes.
     """
     stores = Stores() if world.rank == 0 else None
     try:
         entry = {
             "gpus": len(rank_environment.gpus_of(env)),
+            "nproc": plan.nproc,
             "ports": stores.ports if stores else None,
         }
-        met = meet(world, point, entry, _START_SECONDS, lambda line: write_stderr(f"{line}\n"))
+        met = meet(world, point, entry, _START_SECONDS, _print, check=_check_nproc)
         if met.listener is not None:
             met.listener.close()
         if stores is not None:
@@ -165,6 +167,29 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
             stores.close()
     rundir.replace(Path(plan.folder) / f"end-{met.world.node_rank}", json.dumps(asdict(end)))
     return end
+
+
+def _print(line: str) -> None:
+    write_stderr(f"hpctrain: {line}\n")
+
+
+def _check_nproc(roster: Roster) -> None:
+    """Check whether all hosts of a start have the same number or list of ranks.
+
+    Raises:
+        ContradictionError: two hosts differ.
+    """
+    first = roster.entries[0]
+    for entry in roster.entries:
+        if entry["nproc"] != first["nproc"]:
+            raise ContradictionError(
+                "HT213",
+                f"--nproc-per-node {first['nproc']} on {first['host']}, and {entry['nproc']} on "
+                f"{entry['host']}",
+                "the same on all hosts",
+                "--nproc-per-node 2,1 on both, for two ranks on the first host and one on the "
+                "second",
+            )
 
 
 def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, str]) -> End:

@@ -13,7 +13,7 @@ from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError
-from hpctrain.launch import supervisor
+from hpctrain.launch import rank_environment, supervisor
 from hpctrain.launch.agent import FirstFailure, Plan
 from hpctrain.launch.containers import pyxis
 from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
@@ -65,21 +65,19 @@ class InSlurm:
 
     Raises:
         ContradictionError: SLURM_TASKS_PER_NODE does not fit SLURM_JOB_NODELIST.
+        UsageError: `nproc` does not fit the hosts.
     """
 
     def __init__(
         self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
     ) -> None:
         self.names: Sequence[str] = hosts_of_job(env)
-        counts = None
-        if nproc is not None and nproc != "auto":
-            pieces = nproc.split(",")
-            counts = [int(piece) if piece.isdecimal() else 0 for piece in pieces]
-            counts *= len(self.names) if len(counts) == 1 else 1
-        elif nproc is None:
+        counts: Sequence[int] | None = None
+        if nproc is None:
             counts = _tasks(env, self.names)
-        self._nproc = nproc if counts is None or len(counts) != len(self.names) else None
-        self._counts = dict(zip(self.names, counts or [0] * len(self.names), strict=False))
+        elif nproc != "auto":
+            counts = rank_environment.layout(nproc, [0] * len(self.names))
+        self._counts = dict(zip(self.names, counts or [0] * len(self.names), strict=True))
         self._env = env
         self._inside = inside or Inside()
 
@@ -137,9 +135,8 @@ class InSlurm:
         self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
     ) -> tuple[list[str], dict[str, str], Path]:
         """Return command, environment and exit status file of the process to start."""
-        nproc = self._nproc or "auto"
-        if self._nproc is None and any(self._counts.values()):
-            nproc = ",".join(str(self._counts[host]) for host in hosts)
+        counts = [str(self._counts[host]) for host in hosts if self._counts[host]]
+        nproc = ",".join(counts) or "auto"
         plan = Plan(
             attempt.command,
             nproc,

@@ -252,10 +252,8 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
     environ = env_vars.scrubbed(env)
     if style == "hpctrain":
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
-    if env_vars.STOP_FILE in env:
-        environ[env_vars.STOP_FILE] = env[
-            env_vars.STOP_FILE
-        ]  # a stop file for the start is for its ranks
+    # A stop file for the start is for its ranks, and so is the commit of its code.
+    environ |= {name: env[name] for name in (env_vars.STOP_FILE, env_vars.COMMIT) if name in env}
     if env.get(env_vars.LAUNCHER) == AS[style]:
         environ[env_vars.LAUNCHER] = AS[style]  # a choice of the user, as an error suggested
     environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -6,6 +6,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain import rundir
@@ -78,6 +79,8 @@ def on_one_of_several_hosts(
     Raises:
         UsageError, StartError: as for `on_this_machine`, or not all hosts have connected.
     """
+    if nproc != "auto":
+        rank_environment.layout(nproc, [0] * nodes)  # before this host waits for the others
     world = World(node_rank, nodes, 0, 1, node_rank, nodes)
     point = RendezvousPoint(
         # The address is the only value that all hosts of one start share.
@@ -161,15 +164,15 @@ def simulated(
                 command, environs, Path(name) / "exit-status-0", labelled=len(environs) > 1
             )
             end = agent.end_of(outcome, len(environs), socket.gethostname())
-            return _conclude(end, Path(name), command, env, connects=True)
+            # Without stores it is not known whether the ranks have connected.
+            end = replace(end, connected=stores is None or stores.used)
+            return _conclude(end, Path(name), command, env)
     finally:
         if stores is not None:
             stores.close()
 
 
-def _conclude(
-    end: End, folder: Path, command: Sequence[str], env: Mapping[str, str], connects: bool = False
-) -> int:
+def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> int:
     """Return the exit code of a start on this machine, and report what a person has to know."""
     exit_status = read_exit_status(folder / "exit-status-0")
     if exit_status is None and end.stop_unhandled and end.signal is not None:
@@ -178,7 +181,7 @@ def _conclude(
     if not (exit_status and exit_status[0] == exit_codes.STOPPED):
         # The package's own commands, such as `-m hpctrain doctor`, train nothing.
         trains = list(command[1:3]) != ["-m", "hpctrain"]
-        alone = not (failure_record.sessions(folder) or end.connected or connects)
+        alone = not (failure_record.sessions(folder) or end.connected)
         if trains and end.first is None and alone:
             _report_missing_sessions(end.ranks)
         if end.first is not None and end.ranks > 1 and not end.usage:

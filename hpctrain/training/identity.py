@@ -228,11 +228,18 @@ def note_start(
         "step": step,
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "versions": _versions(),
-        "commit": commands.git(Path(sys.argv[0]).resolve().parent, "rev-parse", "HEAD"),
+        "commit": os.environ.get(env_vars.COMMIT) or _commit(Path(sys.argv[0]).resolve().parent),
         "world": asdict(world),
         "job": asdict(job) if job else None,
     }
     append(directory.starts, json.dumps(line, default=str))
+
+
+def _commit(folder: Path) -> str | None:
+    """Return the commit of a folder, with -dirty if its files differ from it."""
+    return commands.git(
+        folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-dirty"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -196,7 +196,8 @@ def test_run_passes_arguments_and_exit_code(tmp_path):
         "print(world.rank, world.world_size, *sys.argv[1:])\n"
         "sys.exit(5 * world.rank)\n"
     )
-    arguments = ["run", "--nproc-per-node", "2", str(script), "--nodes", "9", "--json"]
+    arguments = ["run", "--nodes", "1", "--nproc-per-node", "2"]
+    arguments += [str(script), "--nodes", "9", "--json"]
     done = hpctrain_command(*arguments, env={"RANK": "7"})
     assert done.returncode == 5
     assert sorted(done.stdout.splitlines()) == [

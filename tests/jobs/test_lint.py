@@ -55,6 +55,7 @@ WRONG = {
     "memory-in-megabytes": 3,
     "memory-twice": 4,
     "missing-srun-alone": 5,
+    "missing-srun-once": 5,
     "missing-srun-one-node": 7,
     "missing-srun-torchrun": 5,
     "missing-srun": 10,
@@ -71,15 +72,19 @@ WRONG = {
     "requeue-revives-trap": 7,
     "requeue-revives": 8,
     "sbatch-in-job": 5,
+    "run-without-exec-ignored": 6,
+    "run-without-exec": 7,
     "script-path-source": 4,
     "script-path": 4,
     "secret-in-script-key": 4,
     "secret-in-script": 4,
+    "several-agents-run": 4,
     "several-agents": 7,
     "signal-not-to-shell": 3,
     "signal-without-trap-other": 3,
     "signal-without-trap": 3,
     "tasks-and-gpus-nproc": 5,
+    "tasks-and-gpus-run": 4,
     "tasks-and-gpus": 6,
     "trap-lost": 6,
     "trap-waits": 7,
@@ -100,8 +105,8 @@ def rules(text, folder=Path("/nowhere")):
 
 def run(*arguments):
     parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    parsed = parser.parse_args(["lint", *map(str, arguments)])
+    command.add(parser)
+    parsed = parser.parse_args([*map(str, arguments)])
     return parsed.command(parsed)
 
 
@@ -247,8 +252,9 @@ def test_lint_missing_srun_fix_is_right(directives, command, fixed):
     script = f"#!/bin/bash\n#SBATCH -N 2 {directives}\n"
     (finding,) = lint(script + command, Path("/nowhere"))
     assert finding.rule == "missing-srun"
-    (fix,) = finding.fixes
+    fix, *others = finding.fixes
     assert fixed in fix
+    assert all(rules(script + other) == [] for other in others)
     assert ("--rdzv-backend=c10d" in fix) == ("torch" in command and "head" not in command)
     assert rules(script + fix) == []
 
@@ -266,6 +272,28 @@ def test_lint_missing_srun_fix_is_right(directives, command, fixed):
 )
 def test_lint_hosts_apart(step):
     assert rules(f"#!/bin/bash\n#SBATCH -N 2\n{step}\n") == ["hosts-apart"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hpctrain run a.py --once", ("hpctrain run", "run")),
+        ("exec /env/bin/hpctrain run --retry --max-attempts 2 a.py", ("hpctrain run", "run")),
+        ('"$PYTHON" -m hpctrain run -m a', ("hpctrain run", "run")),
+        ("srun -K hpctrain run a.py", ("srun", "run")),
+        ("srun bash -c 'cd x; hpctrain run a.py'", ("srun", "run")),
+        ("srun apptainer exec --nv a.sif hpctrain run a.py", ("srun", "run")),
+        ("hpctrain run --once -- srun python a.py", ("srun", "python")),
+        ("hpctrain run --run-dir x --once -- torchrun a.py", ("", "agent")),
+        ("hpctrain run --setting '--once' a.py", ("hpctrain run", "run")),
+        ("hpctrain run --once a.py", ("", "python")),
+        ("hpctrain doctor run", ("", "other")),
+        ("hpctrain", ("", "other")),
+    ],
+)
+def test_lint_recognizes_hpctrain_run(text, expected):
+    (launch,) = commands(text)
+    assert (launch.by, launch.kind) == expected
 
 
 def commands(text):
@@ -541,6 +569,16 @@ def test_lint_reads_bytes_that_are_not_utf8(tmp_path, capsys):
         "#SBATCH -n 8\npython a.py",
         "#SBATCH --ntasks-per-node=4 --gpus-per-node=4\ntorchrun --nproc-per-node=4 a.py",
         "#SBATCH -N 4\npython -m hpctrain run --elastic a.py",
+        # The agents have all CPUs and GPUs of their hosts, and the ranks variables of their own.
+        "#SBATCH -N 4 -n 16 -c 8 --gpus-per-task=1\nexport RANK=0 MASTER_PORT=1\nhpctrain run a.py",
+        '#SBATCH -N 2 --signal=B:USR2@120 --export=NONE\nexec "$PYTHON" -m hpctrain run -m a',
+        "#SBATCH -N 2 --signal=B:USR2@120\ntrap 'echo early' USR2\nexec hpctrain run a.py",
+        "#SBATCH -N 2 --signal=B:USR2@120\nsrun -K hpctrain doctor\nexec hpctrain run a.py",
+        "#SBATCH -N 2 --signal=USR2@120\nhpctrain run a.py",
+        "#SBATCH -N 2 --signal=B:CONT@120\nhpctrain run a.py",
+        "#SBATCH -N 2\nexec hpctrain run --max-attempts 1 --once -- python starts_its_ranks.py",
+        '#SBATCH -N 2 --signal=B:USR2@120\nexec hpctrain run --once -- "$@"',
+        "#SBATCH -N 2 --ntasks-per-node=1 --gpus-per-node=4\nexec hpctrain run a.py",
         "#SBATCH -N 4\nssh node2 python a.py & python a.py\nwait",
     ],
 )

@@ -14,7 +14,8 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.launch import AS, layout, start, supervisor
+from hpctrain.launch import starts, supervisor
+from hpctrain.launch.rank_environment import AS, Connection, layout, of_rank
 
 INHERITED = {
     "SLURM_JOB_ID": "1",
@@ -51,7 +52,7 @@ def ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor._Watch, "_reap", reap_and_record)
     script = tmp_path / "script.py"
 
-    def run(lines, tasks_per_node=(3,), env=None, **more):
+    def run(lines, tasks_per_node=(3,), env=None, style=None):
         script.write_text(
             "import json, os, signal, subprocess, sys, time\n"
             "from hpctrain.cluster.launchers import detect\n"
@@ -61,25 +62,28 @@ def ranks(tmp_path, monkeypatch):
             "    while not all(map(os.path.exists, names)): time.sleep(0.01)\n" + lines
         )
         env = {**os.environ, **(env or {})}
-        return start([sys.executable, str(script)], tasks_per_node, env, **more)
+        command = [sys.executable, str(script)]
+        if style is None and len(tasks_per_node) == 1:
+            return starts.on_this_machine(command, str(tasks_per_node[0]), env)
+        return starts.simulated(command, tasks_per_node, env, style or "hpctrain", ())
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("nodes", "per_node", "gpus", "expected"),
+    ("per_node", "gpus", "expected"),
     [
-        (1, "auto", 0, (1,)),
-        (1, "auto", 4, (4,)),
-        (2, "auto", 4, (2, 2)),
-        (1, "3", 8, (3,)),
-        (3, "2", 0, (2, 2, 2)),
-        (2, "2,1", 0, (2, 1)),
-        (1, "5", 0, (5,)),
+        ("auto", [0], (1,)),
+        ("auto", [4], (4,)),
+        ("auto", [4, 0, 2], (4, 1, 2)),
+        ("3", [8], (3,)),
+        ("2", [0, 0, 0], (2, 2, 2)),
+        ("2,1", [0, 8], (2, 1)),
+        ("5", [0], (5,)),
     ],
 )
-def test_nproc_per_node_lays_ranks_out_over_hosts(nodes, per_node, gpus, expected):
-    assert layout(nodes, per_node, gpus) == expected
+def test_nproc_per_node_lays_ranks_out_over_hosts(per_node, gpus, expected):
+    assert layout(per_node, gpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_nproc_per_node_lays_ranks_out_over_hosts(nodes, per_node, gpus, expecte
 )
 def test_bad_nproc_per_node_is_refused(nodes, per_node):
     with pytest.raises(UsageError) as caught:
-        layout(nodes, per_node, 0)
+        layout(per_node, [0] * nodes)
     assert f"--nproc-per-node {per_node} for {nodes} node" in caught.value.found
     assert (caught.value.exit_code, caught.value.code) == (2, "HT213")
 
@@ -120,6 +124,10 @@ def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_pa
             assert world[name] == (list(value) if name == "hosts" else value) or not known
         assert None not in (world["rank"], world["world_size"], world["local_rank"])
         own = next(one for one in LAUNCHERS if one.name == AS[style]).environ(full, (2, 1), 5)
+        if style == "hpctrain":
+            own = of_rank(full, (2, 1), Connection("5", "127.0.0.1", "127.0.0.1", "", (1, 2)), {})
+            assert (env["RANK"], env["HOROVOD_RANK"]) == (str(rank), str(rank))
+            assert env["MASTER_PORT"] != INHERITED["MASTER_PORT"]
         job = env_vars.of_the_job(INHERITED) if style == "hpctrain" else {}
         assert job.items() <= env.items()
         assert style != "hpctrain" or env["SLURM_JOB_ID"] == "1"
@@ -150,7 +158,7 @@ def test_output_lines_have_the_rank_if_there_are_several(ranks, capfd, tasks):
     lines = err.splitlines()
     if len(expected_err) > 1:
         assert lines[0].startswith("hpctrain: OMP_NUM_THREADS=")
-        assert "has opened a Session" in lines[-3]
+        assert "has opened a Session or connected" in lines[-3]
         lines = lines[1:-3]
     assert sorted(lines) == sorted(expected_err)
 
@@ -323,7 +331,7 @@ def test_simulated_hosts_have_gpus_of_their_own(tmp_path, capfd):
     command = [sys.executable, str(script)]
 
     def gpus_of_ranks(tasks, gpus):
-        assert start(command, tasks, os.environ, gpus=gpus) == 0
+        assert starts.simulated(command, tasks, os.environ, "hpctrain", gpus) == 0
         return sorted(capfd.readouterr().out.splitlines())
 
     assert gpus_of_ranks((2, 1), ["0", "1", "5"]) == ["0: GPUs 0,1", "1: GPUs 0,1", "2: GPUs 5"]

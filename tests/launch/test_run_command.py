@@ -13,6 +13,7 @@ import pytest
 from processes import until
 
 from hpctrain.cli import main
+from hpctrain.errors import ContradictionError
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 PRINT_WORLD = """
@@ -99,19 +100,57 @@ def test_manual_run_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(scr
     assert [world["node_rank"] for world in worlds_of_ranks] == [0, 0, 1, 2]
     assert [world["local_rank"] for world in worlds_of_ranks] == [0, 1, 0, 0]
     assert all(world["hosts"] == ["real0", "real1", "real2"] for world in worlds_of_ranks)
-    assert {world["key"] for world in worlds_of_ranks} == {f"hpctrain/127.0.0.1:{port}"}
+    assert len({world["key"] for world in worlds_of_ranks}) == 1
 
 
 def test_manual_run_with_different_nproc_names_both_numbers(script, background):
-    path, port = script(PRINT_WORLD), 20000 + (os.getpid() + 1) % 10000
-    first = background([*options_of_host(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
-    second = background([*options_of_host(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
-    for start in (first, second):
-        _, err = start.communicate(timeout=60)
-        assert start.returncode in (1, 2)
-        assert "ContradictionError" in err or "error" in err
-        assert "world size 2" in err
-        assert "4" in err
+    path, port = script("print('a rank')"), 20000 + (os.getpid() + 1) % 10000
+    starts = [
+        background(
+            [*options_of_host(rank, 2, "21"[rank], port), path], HPCTRAIN_HOSTNAME=f"h{rank}"
+        )
+        for rank in range(2)
+    ]
+    outputs = [start.communicate(timeout=60) for start in starts]
+    assert [out for out, _ in outputs] == ["", ""]
+    assert [start.returncode for start in starts] == [ContradictionError.exit_code] * 2
+    assert "--nproc-per-node 2 on h0, and 1 on h1" in outputs[0][1]
+    assert "2 on h0, and 1 on h1" in outputs[1][1]
+
+
+@pytest.mark.parametrize("style", ["slurm", "torchrun", "mpi", "horovod"])
+def test_run_in_the_tasks_of_another_launcher_makes_each_one_rank(script, tmp_path, style):
+    tasks = [*RUN, "--nodes", "2", "--nproc-per-node", "2,1", "--as", style, "--"]
+    done = launches.start([*tasks, *RUN, script(PRINT_WORLD)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    worlds_of_ranks = worlds(done.stdout)
+    assert [world["rank"] for world in worlds_of_ranks] == [0, 1, 2]
+    assert [world["node_rank"] for world in worlds_of_ranks] == [0, 0, 1]
+    assert [world["local_rank"] for world in worlds_of_ranks] == [0, 1, 0]
+    assert {world["launcher"] for world in worlds_of_ranks} == {"hpctrain"}
+    assert len({world["key"] for world in worlds_of_ranks}) == 1
+
+
+def test_run_with_nproc_in_a_task_of_each_host_starts_the_ranks_of_the_host(script, tmp_path):
+    tasks = [*RUN, "--nodes", "2", "--nproc-per-node", "1", "--as", "slurm", "--"]
+    command = [*tasks, *RUN, "--nproc-per-node", "2,1", script(PRINT_WORLD)]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    # Each line has the task in front of the rank.
+    worlds_of_ranks = worlds("".join(line[3:] for line in done.stdout.splitlines(keepends=True)))
+    assert [world["rank"] for world in worlds_of_ranks] == [0, 1, 2]
+    assert [world["node_rank"] for world in worlds_of_ranks] == [0, 0, 1]
+    assert len({world["key"] for world in worlds_of_ranks}) == 1
+    assert "3 ranks on 2 hosts, 2, 1 on each" in done.stderr
+
+
+def test_run_with_nproc_in_several_tasks_of_a_host_is_refused(script, tmp_path):
+    tasks = [*RUN, "--nodes", "2", "--nproc-per-node", "2,1", "--as", "slurm", "--"]
+    command = [*tasks, *RUN, "--nproc-per-node", "2", script("print('a rank')")]
+    done = launches.start(command, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "3 tasks on 2 hosts have each started hpctrain run" in done.stderr
+    assert "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N" in done.stderr
 
 
 HAND = ("--nodes", "2", "--node-rank", "0", "--main-address", "h0", "--main-port", "8888")

@@ -172,9 +172,14 @@ def secret(script: LintedScript) -> Iterator[LintFinding]:
                 "secret-in-script",
                 f"the script contains {name}, and Slurm and others keep copies of it",
                 (
-                    f"{name}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+                    (
+                        f"{name}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
+                        "leave it out with hpctrain run, which makes one for each start",
+                    )
                     if is_hpctrains
-                    else f'read it from a file that only you can read: {name}=$(<"$HOME/.{name}")',
+                    else (
+                        f'read it from a file that only you can read: {name}=$(<"$HOME/.{name}")',
+                    )
                 ),
             )
 

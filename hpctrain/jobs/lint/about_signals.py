@@ -13,6 +13,8 @@ from hpctrain.jobs.lint.variables import Variables
 __all__ = ["RULES"]
 
 _LEAST_SECONDS = 60
+# `hpctrain run` handles the signal, and gives the program the name of a stop file.
+_RUN_ONCE = "type exec hpctrain run --once -- {command} in the last line, without the trap"
 # Signals that bash survives without a trap.
 _HARMLESS = frozenset(("CHLD", "CONT", "URG", "WINCH"))
 
@@ -30,6 +32,7 @@ def signal(script: LintedScript) -> Iterator[LintFinding]:
     replaced = next(
         (launch for launch in script.commands if launch.replaces_shell and _main(launch)), None
     )
+    run = next((launch for launch in script.commands if launch.supervised), None)
     if not to_shell:
         if traps:
             yield LintFinding(
@@ -39,13 +42,21 @@ def signal(script: LintedScript) -> Iterator[LintFinding]:
                 f"its trap in line {traps[0].command.line} never runs",
                 (f"type --signal=B:{shown(option.value)}",),
             )
+    elif run is not None:
+        # A trap may pass the signal on to a program in the background.
+        passed_on = traps and (run.command.background or run.command.function)
+        if not replaced and not passed_on and name not in _HARMLESS:
+            yield _without_exec(run, name)
     elif replaced and traps:
         yield LintFinding(
             replaced.command.line,
             "trap-lost",
             f"exec puts {shown(replaced.argv[0])} in the place of the shell, and of its trap in "
             f"line {traps[0].command.line}",
-            (f'type {shown(" ".join(replaced.argv))} & and wait "$!" in the place of exec',),
+            (
+                f'type {shown(" ".join(replaced.argv))} & and wait "$!" in the place of exec',
+                _RUN_ONCE.format(command=shown(" ".join(replaced.argv))),
+            ),
         )
     elif not trapped and not replaced and name not in _HARMLESS:
         others = sorted({signal for trap in script.traps for signal in trap.signals})
@@ -54,10 +65,23 @@ def signal(script: LintedScript) -> Iterator[LintFinding]:
             option.line,
             "signal-without-trap",
             f"no trap for {name}{hint}: it ends the batch shell, and with it the job",
-            (f"type trap 'touch \"$HPCTRAIN_STOP_FILE\"' {name} before the start", "leave out B:"),
+            (
+                "type exec hpctrain run SCRIPT in the last line: it handles the signal",
+                "leave out B:",
+            ),
         )
     elif traps:
         yield from _waits(script, name)
+
+
+def _without_exec(run: Launch, name: str) -> LintFinding:
+    command = shown(" ".join(run.argv)) if run.by == "hpctrain run" else "hpctrain run …"
+    return LintFinding(
+        run.command.line,
+        "run-without-exec",
+        f"bash gets {name}, and hpctrain run does not: the run cannot save before the end",
+        (f"type exec {command} in the last line",),
+    )
 
 
 def _sources(script: LintedScript) -> bool:
@@ -96,6 +120,7 @@ def _waits(script: LintedScript, name: str) -> Iterator[LintFinding]:
             (
                 'start it in the background and wait: COMMAND & ranks=$!; while kill -0 "$ranks" '
                 '2>/dev/null; do wait "$ranks"; done',
+                _RUN_ONCE.format(command=shown(" ".join(last.argv))),
             ),
         )
 
@@ -108,7 +133,8 @@ def no_wait(script: LintedScript) -> Iterator[LintFinding]:
     if not script.commands:
         return
     last = script.commands[-1]
-    if last.by == "srun" and last.command.background and _main(last):
+    is_launch = last.by in ("srun", "hpctrain run")
+    if is_launch and last.command.background and _main(last):
         programs = {word for launch in script.commands for word in launch.argv[:1]}
         if not programs & {"wait", "fg", "sleep", "tail"}:
             yield LintFinding(

@@ -10,7 +10,8 @@ from hpctrain.jobs.lint.linted_script import LintedScript
 
 __all__ = ["RULES"]
 
-_NPROC = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?\Z", re.DOTALL)
+# `hpctrain run` also calls it --ntasks-per-node.
+_NPROC = re.compile(r"--(?:nproc[-_]per[-_]node|ntasks-per-node)(?:=(.*))?\Z", re.DOTALL)
 
 
 def missing_srun(script: LintedScript) -> Iterator[LintFinding]:
@@ -24,16 +25,18 @@ def missing_srun(script: LintedScript) -> Iterator[LintFinding]:
     for launch in script.commands:
         # On one node torchrun is right without srun, and so is a program with its own processes.
         ranks = each > 1 and gpus == each and launch.kind == "python"
-        if launch.trains and (nodes > 1 or ranks):
+        # With `hpctrain run --once` a person says that the program starts its ranks itself.
+        intended = launch.supervised and launch.kind == "python"
+        if launch.trains and not intended and (nodes > 1 or ranks):
             where = f"on the first of {nodes} nodes" if nodes > 1 else f"as one of {each} tasks"
             yield LintFinding(
                 launch.command.line,
                 "missing-srun",
                 f"this starts {shown(launch.argv[0])} {where} only: Slurm runs a batch script once",
                 (
-                    srun_of_agents(script, launch)
+                    (srun_of_agents(script, launch),)
                     if launch.kind == "agent"
-                    else _with_srun(script, launch),
+                    else (_with_srun(script, launch), *_with_run(launch))
                 ),
             )
             return
@@ -45,6 +48,15 @@ def _with_srun(script: LintedScript, launch: Launch) -> str:
         srun += ' --cpus-per-task="$SLURM_CPUS_PER_TASK"'
     # The batch shell would replace such a variable by 0, for all tasks.
     return f"{srun} bash -c '{command}'" if OF_A_TASK.search(command) else f"{srun} {command}"
+
+
+def _with_run(launch: Launch) -> Iterator[str]:
+    """Yield the line with `hpctrain run` for a plain `python SCRIPT` or `python -m MODULE`."""
+    name, *arguments = launch.argv
+    plain = arguments and (not arguments[0].startswith("-") or arguments[0] == "-m")
+    command = shown(" ".join(arguments))
+    if name == "python" and plain and not OF_A_TASK.search(command):
+        yield f"exec hpctrain run {command}"
 
 
 def tasks_and_gpus(script: LintedScript) -> Iterator[LintFinding]:
@@ -65,8 +77,38 @@ def tasks_and_gpus(script: LintedScript) -> Iterator[LintFinding]:
                     f"{processes} processes on each node, which has {gpus} GPUs",
                     (f"type --nproc-per-node={gpus}",),
                 )
+        elif launch.kind == "run":
+            yield from _run(script, launch, each, gpus)
         elif launch.kind == "python" and each and gpus and 1 < each != gpus:
             yield from _tasks(script, launch, each, gpus)
+
+
+def _run(
+    script: LintedScript, launch: Launch, each: int | None, gpus: int | None
+) -> Iterator[LintFinding]:
+    """Check `hpctrain run`: in a task of srun, or in the batch shell, for all hosts of the job."""
+    nproc = _nproc(launch.program)
+    if launch.by == "srun" and nproc and each and each > 1:
+        yield LintFinding(
+            launch.command.line,
+            "several-agents",
+            f"srun starts {each} times hpctrain run on each node, and with --nproc-per-node each "
+            "starts ranks for the whole node",
+            ("leave out --nproc-per-node", "type exec hpctrain run without srun"),
+        )
+        return
+    # Without the option, one task on a node stands for one rank for each of its GPUs.
+    tasks = each if launch.by == "srun" else script.tasks_per_node
+    ranks = nproc or (tasks if tasks and tasks > 1 else None)
+    if not ranks or not gpus or ranks == gpus or _hides_gpus(script, launch):
+        return
+    fix = "--nproc-per-node" if nproc else "#SBATCH --ntasks-per-node"
+    yield LintFinding(
+        launch.command.line,
+        "tasks-and-gpus",
+        f"{ranks} ranks on each node, which has {gpus} GPUs",
+        (f"type {fix}={gpus}",),
+    )
 
 
 def _tasks(script: LintedScript, launch: Launch, each: int, gpus: int) -> Iterator[LintFinding]:
@@ -117,7 +159,7 @@ def cpus_dropped(script: LintedScript) -> Iterator[LintFinding]:
     for step in script.steps:
         own = {"cpus-per-task", "cpus-per-gpu", "tres-per-task"} & step.options.keys()
         inline = any(w.text.startswith("SRUN_CPUS_PER_TASK=") for w in step.command.assignments)
-        if step.kind in ("python", "agent", "other") and not own and not inline:
+        if step.kind in ("python", "agent", "run", "other") and not own and not inline:
             yield LintFinding(
                 step.command.line,
                 "cpus-dropped",
@@ -145,7 +187,10 @@ def kill_on_bad_exit(script: LintedScript) -> Iterator[LintFinding]:
                 step.command.line,
                 "no-kill-on-bad-exit",
                 f"when one of {tasks} tasks dies, the others wait for it until the time limit",
-                ("type srun --kill-on-bad-exit=1",),
+                (
+                    "type srun --kill-on-bad-exit=1",
+                    *(("type exec hpctrain run without srun",) if step.kind == "run" else ()),
+                ),
             )
 
 

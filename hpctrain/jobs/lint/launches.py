@@ -45,6 +45,9 @@ _AGENT_MODULES = frozenset(
     ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 )
 _PYTHON = re.compile(r"python\d*(\.\d+)?\Z")
+_RUN = "hpctrain run"
+# Options of `hpctrain run` without an argument; all others before the program have one.
+_RUN_FLAGS = frozenset(("--direct", "--elastic", "--help", "--module", "--once", "--retry"))
 _NO_TRAINING = frozenset(("pip", "venv", "compileall", "site", "zipfile", "json.tool", "hpctrain"))
 _SMALL = _listed(
     """
@@ -66,6 +69,7 @@ class Launch:
         program: program with its arguments.
         kind: kind of the program, from `kind_of_program`.
         replaces_shell: whether `exec` starts it.
+        supervised: whether `hpctrain run` starts it, and waits for it in the batch shell.
     """
 
     command: Command
@@ -75,11 +79,12 @@ class Launch:
     program: list[str]
     kind: str
     replaces_shell: bool
+    supervised: bool = False
 
     @property
     def trains(self) -> bool:
         """Whether it starts a Python program, directly or with a launcher such as torchrun."""
-        return self.kind in ("python", "agent")
+        return self.kind in ("python", "agent", "run")
 
 
 def launches(shell: Shell, variables: Variables) -> list[Launch]:
@@ -91,13 +96,43 @@ def _launch(command: Command, variables: Variables) -> Launch:
     argv = variables.expand(command.words) or [""]
     replaces = argv[0] == "exec" and len(argv) > 1
     argv = _unwrapped(argv)
+    arguments = _of_hpctrain_run(argv)
+    supervised = arguments is not None
+    if arguments is not None:
+        once = _started_once(arguments)
+        if not once:
+            return Launch(command, argv, _RUN, {}, argv, "run", replaces, supervised)
+        argv = _unwrapped(once)
     name = os.path.basename(argv[0])
     if name == "srun":
         options, program = _srun(argv[1:])
-        return Launch(command, argv, name, options, program, kind_of_program(program), replaces)
+        kind = kind_of_program(program)
+        return Launch(command, argv, name, options, program, kind, replaces, supervised)
     if name in _ELSEWHERE:
-        return Launch(command, argv, name, {}, argv[1:], "other", replaces)
-    return Launch(command, argv, "", {}, argv, kind_of_program(argv), replaces)
+        return Launch(command, argv, name, {}, argv[1:], "other", replaces, supervised)
+    return Launch(command, argv, "", {}, argv, kind_of_program(argv), replaces, supervised)
+
+
+def _of_hpctrain_run(argv: Sequence[str]) -> list[str] | None:
+    """Return the arguments of `hpctrain run`; None for another command."""
+    name, rest = os.path.basename(argv[0]), list(argv[1:])
+    module = rest[:2] == ["-m", "hpctrain"] and (_PYTHON.match(name) or name.startswith("$"))
+    rest = rest[2:] if module else rest
+    is_run = rest[:1] == ["run"] and (module or name == "hpctrain")
+    return rest[1:] if is_run else None
+
+
+def _started_once(arguments: Sequence[str]) -> list[str]:
+    """Return the program of `hpctrain run --once`; empty for a program that is started as ranks."""
+    rest, once = list(arguments), False
+    while rest and rest[0].startswith("-") and rest[0] not in ("--", "-m"):
+        option = rest.pop(0)
+        once = once or option == "--once"
+        if option not in _RUN_FLAGS and "=" not in option and rest:
+            rest.pop(0)
+    if not once or not rest:
+        return []
+    return rest[1:] if rest[0] == "--" else ["python", *rest]
 
 
 def _unwrapped(argv: list[str]) -> list[str]:
@@ -151,13 +186,16 @@ def kind_of_program(argv: Sequence[str]) -> str:
     """Return the kind of a program.
 
     Returns:
-        "agent" for launchers such as torchrun, "python" for a Python program, "small" for a program
-        that needs little CPU time, "unknown" if the program is in a variable, or "other".
+        "agent" for launchers such as torchrun, "run" for `hpctrain run`, "python" for a Python
+        program, "small" for a program that needs little CPU time, "unknown" if the program is in a
+        variable, or "other".
     """
     argv = _unwrapped(list(argv)) if argv else [""]
     name = os.path.basename(argv[0])
     kind = "other"
-    if name in _AGENTS:
+    if _of_hpctrain_run(argv) is not None:
+        kind = "run"
+    elif name in _AGENTS:
         # `accelerate config` and the like start nothing.
         kind = "agent" if name != "accelerate" or argv[1:2] == ["launch"] else "small"
     elif _PYTHON.match(name):
@@ -189,14 +227,15 @@ def _kind_of_shell(arguments: Sequence[str]) -> str:
     for option, text in itertools.pairwise(arguments):
         if re.match(r"-[a-z]*c\Z", option):
             shell = read(text)
-            kinds = {one.kind for one in launches(shell, Variables(shell)) if not one.by}
-            return next((kind for kind in ("agent", "python") if kind in kinds), "other")
+            found = launches(shell, Variables(shell))
+            kinds = {one.kind for one in found if one.by in ("", _RUN)}
+            return next((kind for kind in ("agent", "run", "python") if kind in kinds), "other")
     return "unknown"
 
 
 def _kind_in_container(arguments: Sequence[str]) -> str:
     for index, word in enumerate(arguments):
         name = os.path.basename(word)
-        if name in _AGENTS or name in ("bash", "sh") or _PYTHON.match(name):
+        if name in _AGENTS or name in ("bash", "sh", "hpctrain") or _PYTHON.match(name):
             return kind_of_program(arguments[index:])
     return "other"

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+
+exec hpctrain run --once -- torchrun --nproc-per-node=4 train.py

@@ -1,0 +1,404 @@
+"""Attempts of `hpctrain run` on the hosts of a job: when the ranks start again, and where."""
+
+import dataclasses
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import fake_slurm
+import pytest
+
+from hpctrain import rundir
+from hpctrain.cli import main
+from hpctrain.errors import ContradictionError, StartError, UsageError, exit_codes
+from hpctrain.errors.exit_codes import MOST_FRUITLESS
+from hpctrain.launch import attempts, starts
+from hpctrain.launch.agent import End, FirstFailure
+from hpctrain.launch.attempts import Policy
+from hpctrain.launch.hosts import Attempt, HostsEnd, parse, read_ends
+from hpctrain.launch.in_slurm import InSlurm
+from hpctrain.rundir.exit_status import write_exit_status
+
+FAILED = (1, "rank 2 is lost")
+
+
+@pytest.mark.parametrize(
+    ("code", "saved_code", "stopped", "end"),
+    [
+        (1, FAILED, False, None),
+        (1, None, False, None),  # rank 0 was on the lost host
+        (143, None, False, None),
+        (0, (0, "done"), False, 0),
+        (0, None, False, 0),  # a script without a session
+        (1, (0, "done"), False, 1),  # the script failed after its session
+        (1, (2, "wrong use"), False, 2),
+        (2, None, False, 2),  # argparse, under srun
+        (1, (75, "stopped"), False, 75),
+        (1, FAILED, True, 1),
+        (143, None, True, 75),  # before the first step
+    ],
+)
+def test_ranks_start_again_after_a_failure_only(code, saved_code, stopped, end):
+    decided = attempts.settled(code, saved_code, stopped)
+    assert (decided and decided[0]) == end
+
+
+@pytest.mark.parametrize(
+    ("first", "changed", "fruitless", "most", "end"),
+    [
+        (True, True, 0, MOST_FRUITLESS, None),
+        (True, True, 1, MOST_FRUITLESS, None),  # a host was lost before the first checkpoint
+        (True, False, 1, MOST_FRUITLESS, 1),
+        (False, False, 1, MOST_FRUITLESS, None),
+        # One host after the other is lost.
+        (False, True, MOST_FRUITLESS, MOST_FRUITLESS, exit_codes.GIVEN_UP),
+        (False, False, MOST_FRUITLESS, MOST_FRUITLESS, exit_codes.GIVEN_UP),
+        (False, False, MOST_FRUITLESS, 5, None),
+        (False, False, 5, 5, exit_codes.GIVEN_UP),
+        (True, True, 0, 1, 1),
+        (False, True, 0, 1, 1),
+    ],
+)
+def test_run_is_given_up_after_attempts_without_progress(first, changed, fruitless, most, end):
+    decided = attempts.hopeless(FAILED, first, changed, fruitless, most)
+    assert (decided and decided[0]) == end
+
+
+def test_hosts_option_is_a_hostlist_with_slots():
+    assert parse("node[1-2]:4,node7", 2) == {"node1": 4, "node2": 4, "node7": 2}
+    assert list(parse("b:1,a:3", 1).items()) == [("b", 1), ("a", 3)]
+    for wrong in ("", ",", "a:1,a:2", "a:0", "[fd77::1]:2", "fd77::", "node[1-", "a:b"):
+        with pytest.raises(UsageError) as caught:
+            parse(wrong, 1)
+        assert caught.value.code == ("HT105" if "[" in wrong else "HT213")
+
+
+def test_run_directory_is_that_of_the_script_or_the_default(monkeypatch, tmp_path):
+    def run_directory_of(*arguments, **env):
+        return str(starts.run_directory(arguments, "folder/train.py", env))
+
+    assert run_directory_of("--run-dir", "a", "--lr", "1") == "a"
+    assert run_directory_of("--run-dir", "a", "--run-dir=b", HPCTRAIN_RUN_DIR="c") == "b"
+    assert run_directory_of("--lr", "1", HPCTRAIN_RUN_DIR="c") == "c"
+    assert run_directory_of(SLURM_JOB_ID="815") == "runs/train-815"
+    first = run_directory_of("--run-dir")
+    assert first.startswith("runs/train-2")
+    os.makedirs(first)
+    assert run_directory_of() != first
+
+
+ALL, TWO = ["node1", "node2", "node3"], ["node1", "node3"]
+
+
+class Hosts:
+    """A stand-in for the hosts, on which attempts end as the test sets; see `ended`."""
+
+    def __init__(self, directory, *ends):
+        self.names = ALL
+        self.directory, self.ends, self.attempts = directory, list(ends), []
+        self.answering = list(ALL)
+
+    def ranks(self, host):
+        assert host in ALL
+        return 2
+
+    def fixes(self, host):
+        return (f"look at {host}",)
+
+    def present(self, launch):
+        assert all(attempt.launch == launch for _, attempt in self.attempts)
+        return list(self.answering)
+
+    def run(self, hosts, attempt):
+        self.attempts.append((list(hosts), attempt))
+        assert stat.S_IMODE(attempt.folder.stat().st_mode) == 0o700
+        assert not list(attempt.folder.iterdir())
+        code, self.answering, step, session, first = self.ends.pop(0)
+        if session:
+            (attempt.folder / "session-0").touch()
+        if step is not None:
+            self.directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
+        if code is not None:
+            write_exit_status(str(attempt.folder / "exit-status-0"), code, "why")
+        code = first.code if first else 1 if code is None else code
+        return HostsEnd(code, False, first, ranks=2 * len(hosts))
+
+
+def ended(code, present=ALL, step=None, session=True, first=None):
+    """Return the end of an attempt.
+
+    Args:
+        code: code of the exit status file; None without the file.
+        present: hosts that answer afterwards.
+        step: step of the newest checkpoint; None without a new one.
+        session: whether the program has opened a session.
+        first: first rank that failed.
+    """
+    return code, list(present), step, session, first
+
+
+def failed(code, rank=3):
+    brief = f"with exit code {code}: ValueError: the cause"
+    return FirstFailure(rank, "node2", 5.0, False, brief, f"{brief}\nits last lines", code)
+
+
+def run_attempts(tmp_path, *ends, env=None, name="run", **policy):
+    directory = rundir.RunDirectory(tmp_path / name)
+    hosts = Hosts(directory, *ends)
+    command = ["python", "train.py"]
+    exit_status = attempts.run(hosts, command, directory, env or {}, Policy(**policy))
+    assert not hosts.ends
+    assert not list(directory.path.glob(".*"))
+    assert [attempt.number for _, attempt in hosts.attempts] == list(range(len(hosts.attempts)))
+    return exit_status, hosts
+
+
+def test_elastic_run_leaves_out_a_lost_host_and_uses_it_again(tmp_path, capsys):
+    exit_status, hosts = run_attempts(
+        tmp_path, ended(None, TWO, 10), ended(1, ALL, 20), ended(0, ALL, 30), elastic=True
+    )
+    assert exit_status == (0, "why")
+    assert [used for used, _ in hosts.attempts] == [ALL, TWO, ALL]
+    environs = [attempt.environ for _, attempt in hosts.attempts]
+    assert {environ["HPCTRAIN_RUN_DIR"] for environ in environs} == {str(tmp_path / "run")}
+    assert len({environ["HPCTRAIN_SECRET"] for environ in environs}) == 1
+    assert {environ["HPCTRAIN_START"] for environ in environs} == {hosts.attempts[0][1].launch}
+    assert len({attempt.folder for _, attempt in hosts.attempts}) == 3
+    output = capsys.readouterr().err
+    assert "attempt 2: 2 of 3 hosts, without node2; from step 10 on" in output
+    assert "attempt 3: 3 of 3 hosts; from step 20 on" in output
+
+
+def test_lost_host_without_elastic_ends_with_75(tmp_path):
+    exit_status, hosts = run_attempts(tmp_path, ended(None, TWO, 10))
+    assert exit_status == (75, "node2 of the job's hosts are lost")
+    assert len(hosts.attempts) == 1
+
+
+def test_failure_after_a_checkpoint_is_tried_again_on_all_hosts(tmp_path, capsys):
+    exit_status, hosts = run_attempts(
+        tmp_path, ended(None, step=10, first=failed(1)), ended(0, step=20)
+    )
+    assert exit_status == (0, "why")
+    assert [used for used, _ in hosts.attempts] == [ALL, ALL]
+    output = capsys.readouterr().err
+    assert output == (
+        "hpctrain: rank 3 on node2 failed first, with exit code 1: ValueError: the cause\n"
+        "hpctrain: attempt 2: 3 of 3 hosts; from step 10 on\n"
+    )
+
+
+def test_program_without_a_session_is_started_again_only_with_retry(tmp_path):
+    # It has a checkpoint of a run before: without that, a first failure ends the run anyway.
+    crash = ended(None, step=10, session=False, first=failed(1))
+    exit_status, hosts = run_attempts(tmp_path, crash, name="once")
+    assert exit_status == (1, "with exit code 1: ValueError: the cause")
+    assert len(hosts.attempts) == 1
+    exit_status, hosts = run_attempts(
+        tmp_path, crash, ended(0, session=False), plain=True, name="again"
+    )
+    assert exit_status == (0, "why")
+    assert len(hosts.attempts) == 2
+
+
+def test_first_attempt_that_a_signal_killed_is_tried_again(tmp_path, capsys):
+    exit_status, hosts = run_attempts(tmp_path, ended(None, first=failed(137)), ended(0))
+    assert exit_status == (0, "why")
+    assert len(hosts.attempts) == 2
+    assert "attempt 2: 3 of 3 hosts; from the start, as there is no checkpoint" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("first", [failed(3), None])
+def test_first_attempt_that_fails_by_itself_is_not_tried_again(tmp_path, first):
+    exit_status, hosts = run_attempts(tmp_path, ended(None, first=first), plain=True)
+    brief = "with exit code 3: ValueError: the cause"
+    assert exit_status == ((3, brief) if first else (1, ""))
+    assert len(hosts.attempts) == 1
+
+
+def test_single_attempt_has_the_exit_code_and_the_cause_of_its_failure(tmp_path, capsys):
+    exit_status, hosts = run_attempts(
+        tmp_path, ended(None, TWO, 10, first=failed(139)), most=1, elastic=True
+    )
+    assert exit_status == (139, "with exit code 139: ValueError: the cause")
+    assert len(hosts.attempts) == 1
+    assert "attempt 2" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [2, MOST_FRUITLESS])
+def test_run_is_given_up_with_the_last_cause(tmp_path, capsys, most):
+    directory = rundir.RunDirectory(tmp_path / "run")
+    ends = [ended(1, step=10)] + [ended(None, first=failed(1))] * most
+    rundir.replace(directory.identity, "{}")
+    rundir.replace(directory.summary, json.dumps({"status": "failed", "step": 13}))
+    exit_status, hosts = run_attempts(tmp_path, *ends, most=most)
+    assert exit_status == (
+        76,
+        f"{most} attempts in a row without a new checkpoint: "
+        "with exit code 1: ValueError: the cause",
+    )
+    assert len(hosts.attempts) == 1 + most
+    summary = json.loads(directory.summary.read_text())
+    assert (summary["status"], summary["step"]) == ("given-up", 13)
+    assert f"hpctrain: given up: {most} attempts" in capsys.readouterr().err
+
+
+def test_run_is_given_up_with_fewer_ranks_than_min_nproc(tmp_path):
+    exit_status, _ = run_attempts(tmp_path, ended(1, TWO, 10), least=5, elastic=True)
+    assert exit_status == (76, "4 ranks are left of at least 5")
+    exit_status, _ = run_attempts(tmp_path, ended(1, [], 20), elastic=True)
+    assert exit_status == (76, "0 ranks are left of at least 1")
+
+
+def test_each_run_has_a_secret_of_its_own(tmp_path):
+    found = []
+    for name in ("one", "two"):
+        env = {"HPCTRAIN_SECRET": "given", "OTHER": "x"}
+        _, hosts = run_attempts(tmp_path, ended(0, step=10), env=env, name=name)
+        environ = hosts.attempts[0][1].environ
+        assert environ["OTHER"] == "x"
+        found += [environ["HPCTRAIN_SECRET"], environ["HPCTRAIN_START"]]
+    assert len({*found, "given"}) == 5
+
+
+def test_run_refuses_a_host_that_never_answered(tmp_path):
+    directory = rundir.RunDirectory(tmp_path / "run")
+    hosts = Hosts(directory)
+    hosts.answering = TWO
+    with pytest.raises(StartError, match="node2 of 3 hosts cannot be used") as caught:
+        attempts.run(hosts, ["python"], directory, {}, Policy())
+    assert caught.value.code == "HT210"
+    assert "look at node2" in str(caught.value)
+    assert not hosts.attempts
+    assert not directory.path.exists()
+
+
+def test_first_failure_of_all_hosts_is_the_earliest_without_another_cause(tmp_path):
+    def write(host, *, first, usage=False):
+        end = End(1, 6, first, None, stop_unhandled=False, usage=usage)
+        (tmp_path / f"end-{host}").write_text(json.dumps(dataclasses.asdict(end)))
+
+    consequence = dataclasses.replace(failed(1, rank=0), time=1.0, caused_by_other_rank=True)
+    write(0, first=consequence)
+    write(1, first=dataclasses.replace(failed(3, rank=4), time=9.0))
+    write(2, first=dataclasses.replace(failed(4, rank=5), time=7.0))
+    (tmp_path / "end-3").write_text('{"code": ')  # its host was lost as it wrote
+    end = read_ends(tmp_path, 143, stopped=False)
+    assert (end.first.rank, end.code, end.ranks, end.usage) == (5, 4, 6, False)
+    write(1, first=None)
+    write(2, first=None)
+    assert read_ends(tmp_path, 143, stopped=False).first == consequence
+
+
+def test_end_without_a_file_of_any_host_has_the_code_of_srun(tmp_path):
+    assert read_ends(tmp_path, 143, stopped=True) == HostsEnd(143, True)
+
+
+JOB = {
+    "SLURM_JOB_ID": "815",
+    "SLURM_JOB_NODELIST": "node[1-3]",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_CPUS_PER_TASK": "3",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    return fake_slurm.FakeSlurm(tmp_path)
+
+
+def test_hosts_in_slurm_are_those_left_in_the_job(slurm):
+    hosts = InSlurm(JOB)
+    assert hosts.names == ("node1", "node2", "node3")
+    slurm.command("squeue", "node[1,3]")
+    assert InSlurm({**JOB, **slurm.env}).present("") == ["node1", "node3"]
+    assert "--job 815" in slurm.calls.read_text()
+
+
+def test_all_hosts_are_kept_if_squeue_does_not_answer(tmp_path, capsys):
+    assert InSlurm({**JOB, "PATH": str(tmp_path)}).present("") == ["node1", "node2", "node3"]
+    assert "squeue did not list" in capsys.readouterr().err
+
+
+# The ranks of each host by the tasks of the job, by --nproc-per-node, and in the plan of the agents
+# on the first and the third host.
+@pytest.mark.parametrize(
+    ("tasks", "nproc", "ranks", "planned"),
+    [
+        ("2(x2),1", None, [2, 2, 1], "2,1"),
+        ("1(x3)", None, [1, 1, 1], "auto"),  # one for each GPU: the agents count them
+        ("", None, [1, 1, 1], "auto"),
+        ("1(x3)", "4", [4, 4, 4], "4,4"),
+        ("2(x2),1", "auto", [1, 1, 1], "auto"),
+        ("1(x3)", "3,2,1", [3, 2, 1], "3,1"),
+    ],
+)
+def test_ranks_of_a_host_in_slurm(slurm, tmp_path, tasks, nproc, ranks, planned):
+    hosts = InSlurm({**JOB, "SLURM_TASKS_PER_NODE": tasks}, nproc)
+    assert [hosts.ranks(host) for host in hosts.names] == ranks
+    assert started_plan(hosts, ["node1", "node3"], slurm, tmp_path)["nproc"] == planned
+
+
+def test_tasks_that_do_not_fit_the_hosts_of_the_job_are_refused():
+    with pytest.raises(ContradictionError, match="3 hosts") as caught:
+        InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
+    assert caught.value.code == "HT101"
+
+
+@pytest.mark.parametrize("nproc", ["3,2", "many", "0", ""])
+def test_nproc_per_node_that_does_not_fit_the_hosts_of_the_job_is_refused(nproc):
+    with pytest.raises(UsageError, match="for 3 nodes") as caught:
+        InSlurm(JOB, nproc)
+    assert caught.value.code == "HT213"
+
+
+def started_plan(hosts, used, slurm, tmp_path):
+    """Run an attempt with a fake srun, and return the plan that it gets for the agents."""
+    seen = tmp_path / "seen"
+    slurm.command("srun", more=f"env > {seen}")
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    environ = {**JOB, **slurm.env, "SLURM_NTASKS": "5", "SLURM_CPU_BIND": "none"}
+    end = hosts.run(used, Attempt(["python", "train.py"], environ, folder, "abc", 2))
+    assert end == HostsEnd(0, False)
+    variables = dict(line.partition("=")[::2] for line in seen.read_text().splitlines())
+    # srun would take the size and the binding of its step from them.
+    assert not variables.keys() & {"SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND"}
+    assert variables["SLURM_JOB_ID"] == "815"
+    assert Path(variables["HPCTRAIN_STOP_FILE"]).parent == folder
+    plan = json.loads(variables["HPCTRAIN_AGENT"])
+    assert plan["command"] == ["python", "train.py"]
+    assert (plan["folder"], plan["launch"], plan["attempt"]) == (str(folder), "abc", 2)
+    return plan
+
+
+def test_srun_starts_one_agent_on_each_host(slurm, tmp_path):
+    started_plan(InSlurm(JOB), ["node1", "node3"], slurm, tmp_path)
+    (called,) = slurm.calls.read_text().splitlines()
+    words = called.split()
+    assert words[0] == "srun"
+    assert words[-3:] == [sys.executable, "-m", "hpctrain.launch.agent"]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=node[1,3]"} < set(words)
+    assert {"--kill-on-bad-exit=1", "--overlap", "--mpi=none"} < set(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--hosts", "a:1"], "--hosts without --elastic"),
+        (["--min-nproc", "2"], "--min-nproc without --elastic"),
+        (["--elastic"], "--elastic without --hosts, outside of a Slurm job"),
+        (["--elastic", "--hosts", "a:1", "--as", "slurm"], "--elastic with --as"),
+        (["--elastic", "--hosts", "a:1", "--nodes", "2"], "--elastic with --nodes"),
+        (["--elastic", "--hosts", "a:1,a:1"], "--hosts a:1,a:1"),
+        (["--elastic", "--hosts", "localhost:2", "--min-nproc", "0"], "--min-nproc 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, found, tmp_path, capsys):
+    (tmp_path / "train.py").touch()
+    assert main(["run", *options, "train.py"]) == 2
+    assert found in capsys.readouterr().err
