@@ -1,12 +1,14 @@
 """Recipes: files with values of options, which the command line completes and overrides."""
 
 import argparse
+import os
 import tomllib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from hpctrain.cluster.texts import nearest
+from hpctrain.cluster.texts import nearest, option_meant
 from hpctrain.errors import UsageError
+from hpctrain.process import failure_record
 
 __all__ = ["Parser"]
 
@@ -52,6 +54,17 @@ class Parser(argparse.ArgumentParser):
                 "for another default",
             )
             self.exit(error.exit_code, f"hpctrain: error: {error}\n")
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2; among several ranks, the first one alone prints the message."""
+        error = UsageError(
+            "HT523",
+            message + option_meant(message, self._option_string_actions),
+            "",
+            f"{self.prog} --help (lists all options)",
+        )
+        text = f"hpctrain: error: {error}\n" if failure_record.shows(os.environ) else ""
+        self.exit(error.exit_code, text)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -15,7 +15,7 @@ __all__ = ["main"]
 # Each is a module of this package with `add(parser)`, which adds the arguments of the command, and
 # sets the default `command` to a function that takes the parsed arguments and returns an exit code.
 COMMANDS = {
-    "run": "start ranks on this machine",
+    "run": "start the ranks of a program, here or on all hosts of a job",
     "submit": "submit a job with sbatch or submitit, or run it on this machine",
     "status": "show your jobs, why they wait, and the progress of their runs",
     "cancel": "cancel jobs; their checkpoints are kept",
@@ -40,21 +40,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        arguments = message.removeprefix("unrecognized arguments: ").split()
-        if arguments and message.startswith("unrecognized") and arguments[0].startswith("--"):
-            from hpctrain.cluster.texts import nearest  # seldom needed
+        from hpctrain.cluster.texts import option_meant  # seldom needed
 
-            known = [
-                option
-                for parser in self._known()
-                for option, action in parser._option_string_actions.items()
-                if action.help != argparse.SUPPRESS
-            ]
-            unknown = arguments[0].partition("=")[0]
-            completions = (option for option in known if option.startswith(unknown))
-            suggestion = next(completions, None) or nearest(unknown, known)
-            message += f"; did you mean {suggestion}?" if suggestion else ""
-        super().error(message)
+        options = [
+            option
+            for parser in self._known()
+            for option, action in parser._option_string_actions.items()
+            if action.help != argparse.SUPPRESS
+        ]
+        super().error(message + option_meant(message, options))
 
     def _known(self) -> list[argparse.ArgumentParser]:
         choices = (action.choices for action in self._actions if isinstance(action.choices, dict))

@@ -127,7 +127,8 @@ def _text(start: Start, variables: Sequence[Reading]) -> str:
         value = getattr(world, field)
         if field == "hosts" and value:
             value = ",".join(value)
-        source = start.claims[field].source if field in start.claims else "set by the rendezvous"
+        source = "set by the rendezvous" if value is None else "follows from the other values"
+        source = start.claims[field].source if field in start.claims else source
         lines.append(f"{field:<17} {'?' if value is None else printable(value)}    {source}")
     if world.world_size > 1:
         lines.append(f"rendezvous        {printable(_rendezvous_address(start))}")

@@ -22,6 +22,13 @@ __all__ = ["add"]
 
 _ELASTIC = "hpctrain run --elastic --hosts node1:2,node2:2 SCRIPT"
 _MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
+# Options that outside of a job would change nothing.
+_OF_A_JOB = (
+    *("direct", "once", "setting", "finish", "container", "container_env"),
+    *("stage_code", "stage_environment", "stage_data"),
+)
+# Options for what only agents do.
+_OF_AGENTS = ("nproc_per_node", "elastic", "stage_code", "stage_environment", "stage_data")
 # Values of `rank_environment.AS`, which is imported only when it is needed.
 _STYLES = ("hpctrain", "slurm", "torchrun", "mpi", "horovod")
 
@@ -47,6 +54,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--module", action="store_true", help="run a module, as python -m does"
     )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="run directory (default: runs/NAME-JOBID, outside of a job runs/NAME-DATE-TIME)",
+    )
     job = parser.add_argument_group("in a job of Slurm")
     way = job.add_mutually_exclusive_group()
     way.add_argument(
@@ -62,7 +74,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--code", metavar="TREE", help="snapshot of the code to run, which hpctrain submit has made"
     )
-    job.add_argument("--run-dir", metavar="DIR", help="run directory (default: runs/NAME-JOBID)")
     job.add_argument(
         "--max-attempts",
         type=int,
@@ -145,20 +156,28 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    from hpctrain.cluster import env_vars
+
     command, script, rest = _command(arguments)
     nproc = arguments.nproc_per_node
-    env = os.environ
+    env = dict(os.environ)
+    if arguments.run_dir:
+        env[env_vars.RUN_DIR] = env.get(env_vars.RUN_DIR) or arguments.run_dir
     _check_combination(arguments)
+    _check_way(arguments)
     if arguments.node_rank is not None:
         from hpctrain.launch import starts
 
+        _check_outside_of_a_job(arguments)
         return starts.on_one_of_several_hosts(
             command, nproc or "auto", env, arguments.node_rank, arguments.nodes,
             arguments.main_address, arguments.main_port,
         )  # fmt: skip
     if arguments.hosts is not None:
+        _check_outside_of_a_job(arguments)
         return _over_ssh(arguments, command, script, rest, env)
     if arguments.nodes is not None or arguments.style is not None:
+        _check_outside_of_a_job(arguments)
         return _simulated(arguments, command, env)
     return _by_place(arguments, command, script, rest, env)
 
@@ -178,6 +197,7 @@ def _by_place(
     shell = bool(env.get("SLURM_PTY_PORT")) and name == "slurm"
     nproc = arguments.nproc_per_node
     if name not in ("none", "hpctrain") and not shell:
+        _check_outside_of_a_job(arguments)
         if nproc is None:
             from hpctrain.launch.joined_rank import join
 
@@ -193,6 +213,7 @@ def _by_place(
             raise UsageError(
                 "HT804", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
             )
+        _check_outside_of_a_job(arguments)
         return starts.on_this_machine(command, nproc or "auto", env)
     return _in_slurm(arguments, command, script, rest)
 
@@ -201,15 +222,16 @@ def _in_slurm(
     arguments: argparse.Namespace, command: list[str], script: str, rest: list[str]
 ) -> int:
     """Start the ranks on the hosts of the job, and requeue the job if it was stopped."""
+    from hpctrain.cluster import env_vars
     from hpctrain.launch import starts
     from hpctrain.launch.in_slurm import Direct, Inside, InSlurm, Once
     from hpctrain.launch.slurm_job import SlurmJob, stop_signals
 
-    with stop_signals() as received:
+    in_batch = os.environ.get("ENVIRONMENT") == "BATCH"
+    with stop_signals(in_batch) as received:
         job = SlurmJob.here(os.environ, arguments.max_restarts)
         env = dict(job.env)
         setting = _setting(arguments.setting, job.allocation.array_task)
-        in_batch = env.get("ENVIRONMENT") == "BATCH"
         if "--run-dir" in " ".join(rest) or not (in_batch or arguments.run_dir):
             directory = starts.run_directory(rest, script, env)
         else:
@@ -228,9 +250,14 @@ def _in_slurm(
             hosts, [*command, *setting], directory, env, _policy(arguments), received
         )
         if code == 0 and arguments.finish:
-            lines = ["bash", "-e", "-c", arguments.finish]
-            code = subprocess.run(lines, env=env, check=False).returncode
+            return _finish(arguments.finish, {**env, env_vars.RUN_DIR: str(directory.absolute())})
         return job.after(code, reason, directory) if in_batch else code
+
+
+def _finish(lines: str, env: Mapping[str, str]) -> int:
+    """Run lines of bash, and return their exit code, as in a shell."""
+    code = subprocess.run(["bash", "-e", "-c", lines], env=env, check=False).returncode
+    return code if code >= 0 else 128 - code
 
 
 def _frozen(
@@ -291,7 +318,8 @@ def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
         return words, words[0], words[1:]
     if arguments.module:
         return [sys.executable, "-m", *words], words[0].rpartition(".")[2], words[1:]
-    _check_script(words[0])
+    if not arguments.code:  # else the script is in the snapshot
+        _check_script(os.path.join(arguments.stage_code, words[0]))
     return [sys.executable, *words], words[0], words[1:]
 
 
@@ -353,9 +381,58 @@ def _check_script(script: str) -> None:
     else:
         return
     form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
-    raise UsageError(
-        "HT805", found, "a Python script", f"hpctrain run [options] {form} [its arguments]"
-    )
+    fix = f"hpctrain run [options] {form} [its arguments]"
+    if os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
+        fix = _submission_folder(script) or fix
+        found += f" in {os.getcwd()}"
+    raise UsageError("HT805", found, "a Python script", fix)
+
+
+def _submission_folder(script: str) -> str | None:
+    """Return what to type if the batch script was submitted from the wrong folder."""
+    from hpctrain.cluster import slurm
+
+    batch = slurm.script_path(os.environ["SLURM_JOB_ID"], os.environ)
+    for folder in Path(batch).parents if batch else ():
+        if (folder / script).is_file():
+            return f"cd {shlex.quote(str(folder))}; sbatch {os.path.relpath(str(batch), folder)}"
+    return None
+
+
+def _check_outside_of_a_job(arguments: argparse.Namespace) -> None:
+    """Check whether there is no option of a job, where `hpctrain run` starts ranks without one.
+
+    Raises:
+        UsageError: an option would have no effect.
+    """
+    for name in _OF_A_JOB:
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                "HT804",
+                f"{flag} outside of a batch script of Slurm and of the shell of salloc",
+                "ranks on all hosts of a job",
+                f"hpctrain run without {flag}",
+            )
+
+
+def _check_way(arguments: argparse.Namespace) -> None:
+    """Check whether there is no option for agents with --direct or --once, which start none.
+
+    Raises:
+        UsageError: an option would have no effect.
+    """
+    way = "--direct" if arguments.direct else "--once" if arguments.once else None
+    for name in (*_OF_AGENTS, *(("container",) if arguments.once else ())) if way else ():
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                "HT804",
+                f"{flag} with {way}",
+                "ranks that the agents of hpctrain run start",
+                f"hpctrain run without {way}",
+                f"hpctrain run without {flag}",
+            )
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Stat", "environment", "ignores", "namespace", "started", "stat", "text"]
+__all__ = ["Stat", "environment", "ignores", "namespace", "start_time", "started", "stat", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,15 @@ def started(pid: int) -> int | None:
     except OSError:
         return None
     return found.started if found.state else 0
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process was started, in seconds since the epoch; None if it is not known."""
+    boot = re.search(r"^btime ([0-9]+)", text("stat"), re.MULTILINE)
+    ticks = started(pid)
+    if not ticks or boot is None:
+        return None
+    return int(boot[1]) + ticks // os.sysconf("SC_CLK_TCK")
 
 
 def environment(pid: int) -> dict[str, str] | None:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["listed", "nearest", "printable", "ranks_text"]
+__all__ = ["listed", "nearest", "option_meant", "printable", "ranks_text"]
 
 _MOST_WORDS = 8
 
@@ -51,6 +51,25 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     by_form = {_form(one): one for one in known}
     near = difflib.get_close_matches(_form(word), by_form, 1, cutoff)
     return by_form[near[0]] if near else ""
+
+
+def option_meant(message: str, options: Iterable[str]) -> str:
+    """Return the end of argparse's message about an unknown option: which one may be meant.
+
+    Args:
+        message: message of argparse, of any kind.
+        options: known options.
+
+    Returns:
+        `; did you mean OPTION?`, or an empty text.
+    """
+    unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
+    if not message.startswith("unrecognized") or not unknown.startswith("--"):
+        return ""
+    known = list(options)
+    completions = (option for option in known if option.startswith(unknown))
+    meant = next(completions, None) or nearest(unknown, known)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def _form(word: str) -> str:

@@ -104,6 +104,12 @@ class World:
             return self.local_world_size == self.world_size
         return None
 
+    def derived(self) -> "World":
+        """Return a copy with the fields that follow from the others: all ranks on one host."""
+        if not self.on_one_host:
+            return self
+        return dataclasses.replace(self, local_world_size=self.world_size, node_rank=0, num_nodes=1)
+
     def completed(self, hosts: tuple[str, ...], host_of_rank: tuple[int, ...]) -> "World":
         """Return a copy with all host fields set from the results of the rendezvous.
 

@@ -96,7 +96,8 @@ class Loader:
     def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches; report the phase before each batch is fetched."""
         self._events.phase(EVALUATING)
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            self._events.evaluated(number, len(self))
             yield batch
             self._events.phase(EVALUATING)
 

@@ -821,6 +821,14 @@ CODES: dict[str, Code] = {
         "if no other writer uses it.",
     ),
     # Training loop, evaluation and monitoring.
+    "HT523": Code(
+        "A command line of a training script is wrong, or a value in its recipe.",
+        (
+            "The name of an option has a typing error, or the option has no value.",
+            "The script has an option of its own that is required.",
+        ),
+        "Run the script with `--help`, which lists all options.",
+    ),
     "HT601": Code(
         "The ranks do not do the same at the same place of the script.",
         (

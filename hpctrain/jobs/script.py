@@ -5,6 +5,7 @@
 
 import os.path
 import re
+import shlex
 from collections.abc import Sequence
 
 from hpctrain.cluster.texts import printable
@@ -64,7 +65,7 @@ def render_local(spec: JobSpec) -> str:
     Fields for a scheduler (time, memory, partition, requeue, …) have no effect there.
 
     Raises:
-        UsageError: the command is no Python script, or a field of the job requires Slurm.
+        UsageError: a field of the job requires Slurm.
     """
     for name in (
         *("container", "stage_code", "stage_environment", "stage_data"),
@@ -79,18 +80,11 @@ def render_local(spec: JobSpec) -> str:
             )
     layout = ["--nodes", str(spec.nodes), "--nproc-per-node", str(spec.tasks)]
     program, words = _program(spec)
-    run_directory = (
-        f'export HPCTRAIN_RUN_DIR="${{HPCTRAIN_RUN_DIR:-"$PWD"/{quote(spec.run_dir)}}}"'
-        if spec.run_dir and not os.path.isabs(spec.run_dir)
-        else f'export HPCTRAIN_RUN_DIR="${{HPCTRAIN_RUN_DIR:-{quote(spec.run_dir)}}}"'
-        if spec.run_dir
-        else ""
-    )
+    options = _option("run-dir", spec.run_dir) if spec.run_dir else []
     return _joined(
         "#!/bin/bash\nset -e",
         _environment(spec),
-        run_directory,
-        _wrapped(["exec", *program, *layout, *words, '"$@"']),
+        _wrapped(["exec", *program, *layout, *options, *words, '"$@"']),
     )
 
 
@@ -170,7 +164,7 @@ def _run(spec: JobSpec, tree: str) -> list[str]:
         value = getattr(spec, name)
         value = "\n".join(value) if name == "finish" else value
         if value:
-            options += [f"--{name.replace('_', '-')}", quote(value)]
+            options += _option(name.replace("_", "-"), value)
     if spec.container and spec.environment:
         options += ["--container-env", quote(",".join(spec.environment))]
     if spec.max_restarts is not None:
@@ -178,18 +172,30 @@ def _run(spec: JobSpec, tree: str) -> list[str]:
     if spec.elastic:
         options.append("--elastic")
     for setting in spec.sweep:
-        text = " ".join(f"--{name} {quote(value)}" for name, value in setting)
-        options += ["--setting", quote(text)]
+        text = " ".join(f"--{name} {shlex.quote(value)}" for name, value in setting)
+        options += _option("setting", text)
     return [*program, *options, *words]
+
+
+def _option(name: str, value: str) -> list[str]:
+    """Return the words of an option; a separate value with a dash would be read as an option."""
+    if value.startswith("-"):
+        return [f"--{name}={quote(value)}"]
+    return [f"--{name}", quote(value)]
 
 
 def _program(spec: JobSpec) -> tuple[list[str], list[str]]:
     """Return the words that call `hpctrain run`, and those of the command after its options."""
     argv = spec.argv
     # In a container or a staged environment, `python` is another program than here.
-    elsewhere = spec.container or spec.stage_environment or spec.launcher != "hpctrain"
-    if elsewhere or not _starts_python(argv):
-        return ["hpctrain", "run"], ["--", *map(quote, argv)]
+    inside = bool(spec.container or spec.stage_environment)
+    if inside or spec.launcher != "hpctrain" or not _starts_python(argv):
+        program = ["hpctrain"]
+        by_path = argv and os.path.isabs(argv[0]) and is_python(argv[0])
+        if spec.launcher == "srun" and by_path and not inside:
+            # Its environment may not be on the PATH, as with a job of submitit.
+            program = [quote(argv[0]), "-m", "hpctrain"]
+        return [*program, "run"], ["--", *map(quote, argv)]
     python, words = python_script(argv, "hpctrain run")
     command = ["hpctrain"] if python == "python" else [quote(python), "-m", "hpctrain"]
     return [*command, "run"], list(map(quote, words))

@@ -22,6 +22,7 @@ _LONGEST_PAUSE = 10.0
 _GROWTH = 1.15
 # Seconds between two reads of the log.
 _LOG_SECONDS = 0.5
+_MOST_HELD = 2**16  # bytes of a line that are held back
 # A file system may show the last lines only after the job's end.
 _LAST_READS = 3
 # States that a requeued job may have for a moment.
@@ -48,6 +49,8 @@ class JobOutcome:
 class Log:
     """Log of a job, which appears late and grows.
 
+    The begin of a line is held back until the next read, so that other lines do not cut it in two.
+
     Args:
         pattern: pattern of the file name, as sbatch takes it; relative to the job's folder.
         offset: bytes that were there before the job; they are not shown.
@@ -57,6 +60,7 @@ class Log:
     def __init__(self, pattern: str, offset: int, out: BinaryIO) -> None:
         """Set up the log; nothing is read yet."""
         self._pattern, self._at, self._out = pattern, offset, out
+        self._held = b""
         self.path: Path | None = None
 
     def read(self, job: slurm.QueuedJob | None) -> bool:
@@ -77,12 +81,23 @@ class Log:
                 file.seek(self._at)
                 while chunk := file.read(2**16):
                     self._at += len(chunk)
-                    self._out.write(chunk)
+                    text = self._held + chunk
+                    end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+                    self._out.write(text[:end])
+                    self._held = text[end:]
                     has_text = True
         except OSError:
             return False
+        if not has_text or len(self._held) > _MOST_HELD:
+            self.write_held()
         self._out.flush()
         return has_text
+
+    def write_held(self) -> None:
+        """Write the begin of a line that was held back."""
+        self._out.write(self._held)
+        self._held = b""
+        self._out.flush()
 
 
 def log_path(pattern: str, job: slurm.QueuedJob) -> Path | None:
@@ -198,6 +213,7 @@ def _read_last_lines(
         sleep(_LOG_SECONDS)
         if not log.read(job) and log.path is not None and log.path.exists():
             return
+    log.write_held()
 
 
 def _outcomes(

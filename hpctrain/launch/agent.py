@@ -237,6 +237,7 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
             cores=cores.divided(here, env) if plan.bound else None,
             temporary=plan.temporary,
             folder=folder,
+            announces=plan.temporary,  # in a job, the supervisor has printed it
         )
     return end_of(outcome, sum(counts), point.host)
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from hpctrain.process import failure_record
 from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["Policy", "hopeless", "run", "settled"]
+
+# Exit codes of ranks that a stop signal to them has ended. Of SIGTERM it is no sign of a stop, as
+# launchers end the other ranks by it.
+_UNHANDLED = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple
         stopped: whether this process got a signal.
     """
     exit_status, reason = recorded or (code, "")
-    if recorded is None and stopped and code:
+    if recorded is None and code and (stopped or code in _UNHANDLED):
         # The signal has ended the ranks before they could handle it.
         exit_status, reason = exit_codes.STOPPED, "a signal before the first step"
     if (
@@ -163,14 +168,13 @@ def _attempts(
         if result is not None:
             _report(end.first, end, recorded)
             return result
-        reason = recorded[1] if recorded else end.first.brief if end.first else ""
         _report(end.first, end, recorded)
         used, remaining = remaining, hosts.present(launch)
         lost = [host for host in used if host not in remaining]
         after = _newest(directory)
         progress = after is not None and (before is None or after > before)
         fruitless = 0 if progress else fruitless + 1
-        failure = (recorded[0] if recorded else end.code, reason)
+        failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
         by_itself = not number and (end.first is None or end.first.code < 128)
         result = hopeless(failure, by_itself, bool(lost) or progress, fruitless, policy.most)
         if result is None and not (policy.plain or failure_record.sessions(folder)):
@@ -181,8 +185,7 @@ def _attempts(
         if result is None and lost and not policy.elastic:
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
-            if result[0] == exit_codes.GIVEN_UP:
-                _give_up(directory, result[1])
+            _record(directory, *result)
             return result
         write_stderr(
             f"hpctrain: attempt {number + 2}: {len(remaining)} of {len(hosts.names)} hosts"
@@ -215,11 +218,23 @@ def _newest(directory: rundir.RunDirectory) -> int | None:
     return max(directory.steps(), default=None)
 
 
-def _give_up(directory: rundir.RunDirectory, reason: str) -> None:
-    """Print that the run is given up, and write it to the summary."""
-    write_stderr(f"hpctrain: given up: {reason}\n")
-    if directory.identity.exists():
-        directory.give_up(reason)
+def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:
+    """Return the cause of a failure in one line.
+
+    Rank 0 writes the exit status file, also where the failure of another rank is the cause.
+    """
+    if first is not None and not first.caused_by_other_rank:
+        where = f" on {first.host}" if first.host else ""
+        return f"rank {first.rank}{where} failed, {first.brief.partition(chr(10))[0]}"
+    return recorded[1] if recorded else ""
+
+
+def _record(directory: rundir.RunDirectory, code: int, reason: str) -> None:
+    """Write the end to the summary; print why a run is given up."""
+    if code == exit_codes.GIVEN_UP:
+        write_stderr(f"hpctrain: given up: {reason}\n")
+    if code != exit_codes.STOPPED and directory.identity.exists():
+        directory.record_end(code, reason)
 
 
 def _folder(directory: rundir.RunDirectory) -> Path:

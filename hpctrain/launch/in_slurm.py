@@ -22,6 +22,8 @@ from hpctrain.process import failure_record
 
 __all__ = ["Direct", "InSlurm", "Inside", "Once"]
 
+# After sbatch --export=NONE, the tasks of srun would get no variable.
+_EXPORT = "SLURM_EXPORT_ENV"
 # Variables from which srun takes the size and the binding of a step. An agent gets all of its host.
 # Source: INPUT ENVIRONMENT VARIABLES of srun(1), Slurm 22.05 to 25.05.
 _OF_THE_STEP = (
@@ -32,6 +34,7 @@ _OF_THE_STEP = (
     *("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_HINT", "SLURM_DISTRIBUTION", "SLURM_HOSTFILE"),
     *("SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_WHOLE", "SLURM_OVERCOMMIT", "SLURM_STEP_GRES"),
     *("SLURM_THREADS_PER_CORE", "SLURM_CORE_SPEC", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    _EXPORT,
 )
 
 
@@ -104,7 +107,8 @@ class InSlurm:
     def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
         """Start the ranks, and wait until they have ended."""
         stop_file = attempt.folder / "stop"
-        environ = {**attempt.environ, env_vars.STOP_FILE: str(stop_file)}
+        start = f"{attempt.launch}/{attempt.number}"
+        environ = {**attempt.environ, env_vars.STOP_FILE: str(stop_file), env_vars.START: start}
         if attempt.stopping:
             stop_file.touch()
         command, environ, exit_status_file = self._step(hosts, attempt, environ)
@@ -205,6 +209,7 @@ class Direct(Once):
     ) -> tuple[list[str], dict[str, str], Path]:
         """Return an srun with the layout of the job."""
         del hosts
+        environ = {name: value for name, value in environ.items() if name != _EXPORT}
         cpus = environ.get("SLURM_CPUS_PER_TASK")
         command = ["srun", "--quiet", "--kill-on-bad-exit=1"]
         # Not every version of Slurm passes it from sbatch to srun.

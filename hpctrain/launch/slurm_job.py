@@ -6,6 +6,7 @@ stopped or cancelled, does not.
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -28,15 +29,18 @@ _SECONDS_UNTIL_END = 60.0  # Slurm ends a job within seconds after its requeue
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals(in_batch: bool) -> Iterator[list[int]]:
     """Collect stop signals, which may come before the ranks start and between two attempts.
 
-    The batch script may ignore them until then, as bash would end at the first one.
+    Args:
+        in_batch: whether this process runs in a batch script. Until then the script ignores the
+            signal that the job has asked for, as bash would end at it; it may be any signal.
     """
     received: list[int] = []
+    numbers = (*signals.STOP, signal.SIGINT, signal.SIGHUP) if in_batch else signals.STOP
     before = {
         number: signal.signal(number, lambda caught, _: received.append(caught))
-        for number in signals.STOP
+        for number in numbers
     }
     try:
         yield received
@@ -150,10 +154,12 @@ class SlurmJob:
         write_stderr(f"hpctrain: job {label} is not started again: {refused}\n")
         checkpoints = rundir.RunDirectory(directory).steps()
         if checkpoints:
+            task = self.allocation.array_task
+            array = "" if task is None else f"--array={task} "
             write_stderr(
                 f"hpctrain: its checkpoints are in {directory}\n  fix:      hpctrain requeue "
-                f"{label}\n  or:       {env_vars.RUN_DIR}={directory} sbatch SCRIPT (later, when "
-                "Slurm has forgotten the job)\n"
+                f"{label}\n  or:       {env_vars.RUN_DIR}={shlex.quote(str(directory))} sbatch "
+                f"{array}SCRIPT --resume (later, when Slurm has forgotten the job)\n"
             )
         return code
 
@@ -163,12 +169,22 @@ class SlurmJob:
         A job that is no longer running is not requeued: a cancelled job must not start again, and
         Slurm itself requeues a preempted one.
         """
-        state = slurm.job_state(self.allocation.label, self.env)
-        if state is None or state.name not in _GOES_ON:
-            return f"its state is {state.name if state else 'unknown'}"
+        label = self.allocation.label
         try:
-            slurm.requeue_unended(self.allocation.label, self.env)
+            listed = slurm.jobs(self.env, [label])
+            # The label may be that of another job, if Slurm did not answer `own_environment`.
+            states = [job.state for job in listed if job.number == self.allocation.job_id]
+            if not states or states[0] not in _GOES_ON:
+                return f"its state is {states[0] if states else 'unknown'}"
         except slurm.NoAnswerError as error:
             return str(error)
-        time.sleep(_SECONDS_UNTIL_END)
+        # Slurm ends this process by SIGTERM, and much later by SIGKILL.
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            slurm.requeue_unended(label, self.env)
+            time.sleep(_SECONDS_UNTIL_END)
+        except slurm.NoAnswerError as error:
+            return str(error)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         return "scontrol requeue was accepted, but the job continues"

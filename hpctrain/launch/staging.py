@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import glob
 import os
 import shutil
 import stat
@@ -55,7 +56,7 @@ def staged(
         yield {}, None
         return
     top = Path(env.get("SLURM_TMPDIR") or env.get("TMPDIR") or "/tmp")  # noqa: S108
-    folder = top / f"hpctrain-{getpass.getuser()}-{name}"
+    folder = top / f"hpctrain-{_user()}-{name}"
     try:
         _remove_earlier(folder)
         folder.mkdir(mode=0o700)
@@ -75,11 +76,13 @@ def staged(
 
 def _copy(files: Staging, folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     variables = {}
+    # The disk may be below the folder that is copied.
+    own = shutil.ignore_patterns(folder.name)
     if files.code:
         source = Path(files.code)
 
         def left_out(path: str, names: list[str]) -> list[str]:
-            return [name for name in names if name in _LEFT_OUT and Path(path) == source]
+            return [*own(path, names), *(_LEFT_OUT if Path(path) == source else ())]
 
         shutil.copytree(source, folder / "code", symlinks=True, ignore=left_out)
     if files.environment:
@@ -101,9 +104,17 @@ def _copy(files: Staging, folder: Path, env: Mapping[str, str]) -> dict[str, str
         # Links become files, as their targets may be on a remote disk. Modes are not copied, as
         # read-only copies could not be removed.
         name = Path(files.data).name
-        shutil.copytree(files.data, folder / "data" / name, copy_function=shutil.copyfile)
+        place = folder / "data" / name
+        shutil.copytree(files.data, place, ignore=own, copy_function=shutil.copyfile)
         variables[env_vars.DATA] = str(folder / "data")
     return variables
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # the user has no name on this host
+        return str(os.getuid())
 
 
 def _run(*command: str) -> None:
@@ -113,10 +124,13 @@ def _run(*command: str) -> None:
 
 
 def _remove_earlier(folder: Path) -> None:
-    """Remove copies that killed starts of the same job have left."""
+    """Remove copies that killed starts of the same job have left.
+
+    A folder of this start is from another host, where this disk is not the host's own.
+    """
     label = folder.name.rpartition("-")[0]
-    for old in folder.parent.glob(f"{label}-*"):
-        if old.name.removeprefix(f"{label}-").isdecimal() and _is_own(old):
+    for old in folder.parent.glob(f"{glob.escape(label)}-*"):
+        if old != folder and old.name.removeprefix(f"{label}-").isdecimal() and _is_own(old):
             _remove(old)
 
 
@@ -130,19 +144,23 @@ def _remove(folder: Path) -> None:
     for name, _, _ in os.walk(folder):  # only root could remove what is in a read-only folder
         with contextlib.suppress(OSError):
             os.chmod(name, 0o700)
-    for path in folder.iterdir():
-        if path.name != _MARK:
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            elif path.name != _MARK:
+                path.unlink()
     shutil.rmtree(folder, ignore_errors=True)  # the mark is removed last, in case of a kill
 
 
 def _failed(folder: Path, error: Exception) -> StartError:
+    reason = str(error)
+    if isinstance(error, shutil.Error):  # a list: source, copy and reason for each file
+        (_, _, reason), *others = error.args[0]
+        reason += f", and {len(others)} more" if others else ""
     return StartError(
         "HT218",
-        f"{os.uname().nodename} cannot copy files to {folder}: {error}",
+        f"{os.uname().nodename} cannot copy files to {folder}: {reason}",
         "a disk with room, to which this user may write",
         f"df -h {folder.parent}",
         "export TMPDIR=DIR",

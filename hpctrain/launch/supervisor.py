@@ -87,6 +87,7 @@ def run(
     temporary: bool = True,
     forward: Callable[[int], str] | None = None,
     folder: str | None = None,
+    announces: bool = True,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -110,6 +111,7 @@ def run(
             and returns what it has done, for a message. A second one then ends the ranks by
             SIGTERM, and not by SIGKILL.
         folder: working directory of the ranks (default: that of this process).
+        announces: whether to print that a signal is forwarded.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -120,7 +122,7 @@ def run(
     output: Output | None = None
     with _signals(events):
         guard = Guard(exit_status_file, temporary)
-        watch = _Watch(ranks, events, forward)
+        watch = _Watch(ranks, events, forward, announces)
         try:
             for index, (number, environ) in enumerate(environs.items()):
                 own = {
@@ -170,9 +172,14 @@ class _Watch:
     """State of a running start, and the handling of its events."""
 
     def __init__(
-        self, ranks: Sequence[Rank], events: Events, forward: Callable[[int], str] | None
+        self,
+        ranks: Sequence[Rank],
+        events: Events,
+        forward: Callable[[int], str] | None,
+        announces: bool,
     ) -> None:
         self._ranks = ranks
+        self._announces = announces
         self._events = events
         self._forward_by = forward
         self._failed: list[Rank] = []
@@ -265,9 +272,10 @@ class _Watch:
             for rank in self._ranks:
                 # Not to its child processes: it needs its loader workers while it saves.
                 rank.signal(number, everything=False)
-        write_stderr(
-            f"hpctrain: {signal.Signals(number).name} {done}; a second one ends them at once\n"
-        )
+        if self._announces:
+            write_stderr(
+                f"hpctrain: {signal.Signals(number).name} {done}; a second one ends them at once\n"
+            )
 
     def _end(self, number: int) -> None:
         self._ended = True

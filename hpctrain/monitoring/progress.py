@@ -13,6 +13,8 @@ from hpctrain.process.logging import logger
 __all__ = ["Bar", "Course", "Lines", "open_progress"]
 
 # Users cannot read faster updates.
+# An evaluation of many minutes without a line looks like a hang.
+_SECONDS_UNTIL_EVALUATION_LINE, _SECONDS_BETWEEN_EVALUATION_LINES = 10.0, 30.0
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_FRAMES = 0.5
 _WIDTH_OF_BAR = 24
@@ -111,7 +113,7 @@ class Lines:
 
     def __init__(self, course: Course) -> None:
         self.course = course
-        self._next = 0.0
+        self._next = self._next_of_evaluation = 0.0
 
     def row(self, row: Mapping[str, Any], training: bool) -> None:
         """Show a row of metrics."""
@@ -129,8 +131,19 @@ class Lines:
     def step(self, step: int) -> None:
         """Record the end of a step."""
 
-    def evaluates(self) -> None:
-        """Record the beginning of a batch of an evaluation."""
+    def evaluates(self, number: int, count: int) -> None:
+        """Show the progress of an evaluation, if it takes long.
+
+        Args:
+            number: number of the batch, from 0.
+            count: number of batches.
+        """
+        now = time.monotonic()
+        if number == 0:
+            self._next_of_evaluation = now + _SECONDS_UNTIL_EVALUATION_LINE
+        elif now >= self._next_of_evaluation:
+            self._next_of_evaluation = now + _SECONDS_BETWEEN_EVALUATION_LINES
+            logger.info("evaluation, batch %s of %s", f"{number:,}", f"{count:,}")
 
     def end_epoch(self, step: int) -> None:
         """Record the end of an epoch's batches, at this step."""
@@ -168,7 +181,7 @@ class Bar(Lines):
                 super().print(*objects, **{"soft_wrap": True, "markup": False, **options})
 
         self._values: list[str] = []
-        self._evaluated = 0
+        self._evaluated = ""
         self._due = 0.0
         self._live = Live(
             console=Plain(file=sys.stderr, highlight=False),
@@ -202,19 +215,19 @@ class Bar(Lines):
         """Record the end of a step."""
         now = time.monotonic()
         if now >= self._due:
-            self.course.step, self._evaluated = step, 0
+            self.course.step, self._evaluated = step, ""
             self._draw(now)
 
-    def evaluates(self) -> None:
-        """Record the beginning of a batch of an evaluation."""
-        self._evaluated += 1
+    def evaluates(self, number: int, count: int) -> None:
+        """Draw the progress of an evaluation; see `Lines.evaluates`."""
+        self._evaluated = f"{number + 1:,}/{count:,}"
         now = time.monotonic()
         if now >= self._due:
             self._draw(now)
 
     def end_epoch(self, step: int) -> None:
         """Print the final line of an epoch, at this step."""
-        self.course.step, self._evaluated = step, 0
+        self.course.step, self._evaluated = step, ""
         if self._terminal_closed:
             return
         with self._drawing():
@@ -238,7 +251,7 @@ class Bar(Lines):
         if course.end is not None:  # the run may end within an epoch
             length = min(length or course.end, course.end - course.first)
         steps = f"{done:,}" if length is None else f"{done:,}/{length:,}"
-        values = [f"evaluation, batch {self._evaluated:,}"] if self._evaluated else self._values
+        values = [f"evaluation, batch {self._evaluated}"] if self._evaluated else self._values
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
         grid.add_column(width=_WIDTH_OF_BAR)

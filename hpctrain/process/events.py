@@ -26,6 +26,8 @@ class Events:
             have the same number of samples; set by the session.
         evaluation: called by a loader before the first batch of an evaluation, on all ranks; set by
             the session.
+        evaluated: called by a loader with the number of a batch of an evaluation, from 0, and the
+            number of batches, before the batch is used; set by the run.
         exchange: called before an exchange that belongs to an evaluation, with a text that is the
             same on all ranks; set by the session.
         backward: called by the session before each backward pass; set by the run.
@@ -37,6 +39,7 @@ class Events:
     phase: Callable[[int], None] = _nothing
     weight: Callable[[float], None] = _nothing
     evaluation: Callable[[], None] = _nothing
+    evaluated: Callable[[int, int], None] = _nothing
     exchange: Callable[[str], None] = _nothing
     backward: Callable[[], None] = _nothing
     stepped: Callable[[], None] = _nothing
@@ -44,4 +47,4 @@ class Events:
 
     def close_run(self) -> None:
         """Unset what the run has set."""
-        self.phase = self.backward = self.stepped = self.row = _nothing
+        self.phase = self.evaluated = self.backward = self.stepped = self.row = _nothing

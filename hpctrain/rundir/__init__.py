@@ -98,14 +98,16 @@ class RunDirectory:
                 "--run-dir DIR for another directory",
             ) from None
 
-    def give_up(self, reason: str) -> None:
-        """Record in summary.json that the run is not started again; keep its other entries.
+    def record_end(self, code: int, reason: str) -> None:
+        """Record in summary.json how the run has ended; keep its other entries.
 
         Args:
+            code: one of `hpctrain.errors.exit_codes`; any other counts as a failure.
             reason: one line for the user.
         """
         entries = self.read(self.summary) or {"step": max(self.steps(), default=0)}
-        summary = {**entries, "status": exit_codes.STATUS[exit_codes.GIVEN_UP], "reason": reason}
+        status = exit_codes.STATUS.get(code, exit_codes.STATUS[exit_codes.FAILED])
+        summary = {**entries, "status": status, "reason": reason}
         replace(self.summary, json.dumps(summary, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:

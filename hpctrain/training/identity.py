@@ -16,7 +16,7 @@ from torch import nn
 
 from hpctrain._version import __version__
 from hpctrain.arguments import Options
-from hpctrain.cluster import commands, env_vars
+from hpctrain.cluster import commands, env_vars, proc
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
 from hpctrain.errors import GivenUpError, UsageError, exit_codes
@@ -61,9 +61,11 @@ def claim(
     resume = options.resume
     if resume is None:
         # The launcher has started the ranks again: torchrun, or `hpctrain run` in a job.
-        again = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        attempt = env.get(env_vars.START, "").partition("/")[2]
+        again = attempt not in ("", "0") or env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         resume = options.elastic or again or (job is not None and job.restart_count > 0)
-    path = options.run_dir or env.get(env_vars.RUN_DIR) or default(name, job.label if job else None)
+    label = job.label if job else _agent_label(env)
+    path = options.run_dir or env.get(env_vars.RUN_DIR) or default(name, label)
     directory = RunDirectory(path)
     before = directory.read(directory.identity)
     if before is None:
@@ -89,6 +91,14 @@ def claim(
             "--run-dir DIR",
         ) from None
     return directory, lock
+
+
+def _agent_label(env: Mapping[str, str]) -> str | None:
+    """Return the start of torchrun's agent as a label, the same for all its attempts."""
+    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    start = proc.start_time(os.getppid())
+    return None if start is None else time.strftime("%Y%m%d-%H%M%S", time.localtime(start))
 
 
 def _refuse_other_runs(

@@ -129,7 +129,7 @@ class RunJournal:
         """Write summary.json, and print a short table if the run is done."""
         context, code = self._context, code_of(error)
         if isinstance(error, GivenUpError):
-            self.directory.give_up(error.found)
+            self.directory.record_end(exit_codes.GIVEN_UP, error.found)
         if self.metrics is None:
             return  # it ended before training
         summary = {

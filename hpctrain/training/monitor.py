@@ -20,7 +20,6 @@ from hpctrain.process.phases import (
     AGREEING,
     BACKWARD,
     COMPUTING,
-    EVALUATING,
     LOADING,
 )
 from hpctrain.rundir import RunDirectory
@@ -100,23 +99,30 @@ class Monitor:
         self._draws = type(self._progress) is not Lines
 
     def beside(self, heartbeat: Callable[[int], None]) -> Callable[[int], None]:
-        """Return the function to call as a phase begins: heartbeat, clock and display.
+        """Return the function to call as a phase begins: heartbeat and clock.
 
         Args:
             heartbeat: heartbeat function of the watchdog.
         """
         enter = self._clock.enter if isinstance(self._clock, DeviceClock) else None
-        if enter is None and not self._draws:
+        if enter is None:
             return heartbeat
 
         def both(phase: int) -> None:
             heartbeat(phase)
-            if enter is not None:
-                enter(phase)
-            if phase == EVALUATING:
-                self._progress.evaluates()
+            enter(phase)
 
         return both
+
+    def evaluated(self, number: int, count: int) -> None:
+        """Show the progress of an evaluation at rank 0.
+
+        Args:
+            number: number of the batch, from 0.
+            count: number of batches of this rank.
+        """
+        if self._context.world.rank == 0:
+            self._progress.evaluates(number, count)
 
     def begin_batches(
         self, step: int, epoch: int, epoch_step: int, epochs: int | None, length: int | None

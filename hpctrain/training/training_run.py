@@ -145,6 +145,7 @@ class Run:
         monitor.begin(self.step)
         watchdog.step = self.step
         self._events.phase = monitor.beside(watchdog.heartbeat)
+        self._events.evaluated = monitor.evaluated
         self._events.backward, self._events.stepped = self._begin_backward, self._count_step
         watch_clipping(lambda: self._in_body and self._stepped, self._undo)
 

@@ -43,10 +43,10 @@ ALONE = World(0, 1, 0, 1, 0, 1, launcher="none")
         ({**STEP, **TORCHRUN}, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
         ({**BATCH, **TORCHRUN}, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
         (ENV_LAUNCHER, World(1, 2, 1, launcher="env")),
-        (changed(ENV_LAUNCHER, LOCAL_WORLD_SIZE="2"), World(1, 2, 1, 2, launcher="env")),
+        (changed(ENV_LAUNCHER, LOCAL_WORLD_SIZE="2"), World(1, 2, 1, 2, 0, 1, None, "env")),
         (
             changed(ENV_LAUNCHER, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"),
-            World(0, 1, 0, launcher="env"),
+            World(0, 1, 0, 1, 0, 1, None, "env"),
         ),
         ({**BATCH, **ENV_LAUNCHER}, World(1, 2, 1, launcher="env")),
         (HPCTRAIN, World(2, 3, 0, 1, 1, 2, ("node1", "node2"), "hpctrain")),

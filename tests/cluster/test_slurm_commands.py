@@ -113,8 +113,9 @@ def test_step_is_active_or_has_ended(fake):
 
 
 def test_hosts_that_remain_in_a_job(fake):
-    fake.command("squeue", "node[1,3]")
-    assert slurm.hosts_left("70", fake.env) == "node[1,3]"
+    fake.command("squeue", "72 node5\n70 node[1,3]\n71 ")
+    assert slurm.hosts_left("70", fake.env) == "node[1,3]"  # the last task of an array
+    assert slurm.hosts_left("71", fake.env) == ""  # it lost its only host
     fake.command("squeue", error=UNKNOWN, code=1)
     with pytest.raises(slurm.NoAnswerError, match="Invalid job id"):
         slurm.hosts_left("70", fake.env)

@@ -98,8 +98,6 @@ def environ(cluster):
 def submit_by_sbatch(cluster, **more):
     """Submit the rendered script; return its run directory."""
     script = render(replace(SPEC, run_dir="run", **more))
-    if more.get("launcher") == "horovodrun":
-        script = script.replace("set -euo pipefail", f"PATH={cluster.ssh_folder}:$PATH", 1)
     done = cluster.run(["sbatch", "--parsable"], input=script, env=environ(cluster))
     job, code = cluster.ended(done.stdout.strip())
     assert code == 0, Path(f"same-{job}.log").read_text()
@@ -143,25 +141,18 @@ def submit_by_notebook(cluster):
 
 
 WAYS = {
-    "sbatch": (submit_by_sbatch, {}, "slurm"),
+    "sbatch": (submit_by_sbatch, {}, "hpctrain"),
+    "srun": (submit_by_sbatch, {"launcher": "srun"}, "slurm"),
+    "horovod": (submit_by_sbatch, {"backend": "horovod"}, "hpctrain"),
     "submitit": (submit_by_submitit, {}, "slurm"),
     "notebook": (submit_by_notebook, {}, "slurm"),
-    "torchrun": (submit_by_sbatch, {"launcher": "torchrun"}, "torchrun"),
-    "horovodrun": (
-        submit_by_sbatch,
-        {"launcher": "horovodrun", "backend": "horovod"},
-        "horovodrun",
-    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_one_job_spec_on_slurm_has_losses_of_one_process(cluster, one_process, way, lacking):
-    if way == "horovodrun":
-        if importlib.util.find_spec("horovod") is None:
-            lacking("horovod", "hpctrain horovod build")
-        if not (cluster.ssh_folder / "ssh").exists():
-            lacking("ssh", "apt-get install openssh-server")
+    if way == "horovod" and importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
     submit, more, launcher = WAYS[way]
     check_run(one_process, submit(cluster, **more), launcher)

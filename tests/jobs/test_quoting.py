@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpctrain.jobs.quoting import array, directive, quote
+from hpctrain.jobs.quoting import directive, quote
 
 # Any argument: text, and bytes that are not UTF-8 as os.fsdecode returns them.
 ARGUMENT = st.binary(max_size=30).map(lambda data: os.fsdecode(data.replace(b"\0", b"")))
@@ -32,9 +32,6 @@ def printed_words(script):
 def test_quoted_words_are_read_back_by_bash(texts):
     words, given_bytes = [quote(text) for text in texts], [os.fsencode(text) for text in texts]
     assert printed_words(f"printf '%s\\0' {' '.join(words)}") == given_bytes
-    assert (
-        printed_words(f"set -eu\n{array('a', words)}\nprintf '%s\\0' \"${{a[@]}}\"") == given_bytes
-    )
     for one in words:
         assert one.isprintable(), "on one line, and readable"
 
@@ -48,13 +45,6 @@ def test_quoting_leaves_plain_words():
 def test_quoting_refuses_nul():
     with pytest.raises(ValueError, match="without NUL"):
         quote("a\0b")
-
-
-def test_quoting_wraps_long_arrays_between_words():
-    text = array("command", [quote(f"word number {number}") for number in range(30)])
-    assert max(map(len, text.splitlines())) <= 100
-    assert text.startswith("command=(\n    'word number 0' ")
-    assert array("command", ["a", "b"]) == "command=(a b)"
 
 
 @pytest.mark.parametrize(

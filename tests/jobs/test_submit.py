@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -47,7 +48,8 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
     assert submit("--name", "n", "job.toml", "--nodes", "3", "--", "--wait", "--", "x") == 0
     script = Path("script").read_text()
     assert "#SBATCH --nodes=3\n" in script
-    assert "command=(python3 t.py --a --wait -- x " in script
+    command = script[script.index("exec ") :].replace("\\\n", "")
+    assert shlex.split(command)[-6:] == ["t.py", "--a", "--wait", "--", "x", "$@"]
     assert capsys.readouterr().out == "70\n"
 
 
@@ -81,7 +83,7 @@ def test_submit_refuses_wrong_command_lines(fake, capsys, words, message, error)
 def test_submit_repeated_options_make_tables_and_lists(fake):
     words = ["--env", "A=b=c", "--env", "B=", "--extra", "exclusive", "--extra", "nice=5"]
     words += ["--sweep", "lr=0.1,0.2", "--sweep", "seed=1", "--module", "a", "--module", "b"]
-    assert submit(*words, "--save", "job.toml", "--", "python3", "t.py") == 0
+    assert submit(*words, "--live", "--save", "job.toml", "--", "python3", "t.py") == 0
     saved = tomllib.loads(Path("job.toml").read_text())
     assert saved["environment"] == {"A": "b=c", "B": ""}
     assert saved["extra"] == {"exclusive": True, "nice": "5"}
@@ -165,7 +167,7 @@ def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
     words = ["--dry-run", "--via", "submitit", "--", "python3", "t.py"]
     assert submit("--container", "a.sif", *words) == 2
     assert "in a job of submitit" in capsys.readouterr().err
-    assert submit("--launcher", "torchrun", *words) == 2
+    assert submit("--launcher", "none", *words) == 2
     capsys.readouterr()
     assert submit(*words) == 0
     assert "submitit starts each rank" in capsys.readouterr().err
@@ -524,6 +526,22 @@ def test_follow_skips_log_of_earlier_job(fake):
     Path("train.log").write_text("earlier\nlater\n")
     log.read(slurm.jobs(fake.env)[0])
     assert out.getvalue() == b"later\n"
+
+
+def test_follow_holds_the_begin_of_a_line_back_for_one_read(fake):
+    fake.jobs({**DONE, "WorkDir": os.getcwd()})
+    (one,) = slurm.jobs(fake.env)
+    out = io.BytesIO()
+    log = waiting.Log("train.log", 0, out)
+    shown = []
+    for text in ("loss", " 0.5\n10 %\r20", "", " %", "\n", "x" * 100_000):
+        with open("train.log", "a") as file:
+            file.write(text)
+        log.read(one)
+        shown.append(out.getvalue().decode()[-20:])
+    begin = "loss 0.5\n10 %\r"
+    assert shown[:4] == ["", begin, f"{begin}20", f"{begin}20"]
+    assert shown[4:] == [f"{begin}20 %\n", "x" * 20]
 
 
 def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):

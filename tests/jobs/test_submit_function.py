@@ -35,7 +35,7 @@ def no_job():
         ("command", "python x.py", "first argument"),
         ("function", "module:train", "first argument"),
         ("backend", "ddp", r"Session\(backend="),
-        ("launcher", "torchrun", "hpctrain submit"),
+        ("launcher", "none", "hpctrain submit"),
     ],
 )
 def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):

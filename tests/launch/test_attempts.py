@@ -194,7 +194,7 @@ def test_program_without_a_session_is_started_again_only_with_retry(tmp_path):
     # It has a checkpoint of a run before: without that, a first failure ends the run anyway.
     crash = ended(None, step=10, session=False, first=failed(1))
     exit_status, hosts = run_attempts(tmp_path, crash, name="once")
-    assert exit_status == (1, "with exit code 1: ValueError: the cause")
+    assert exit_status == (1, "rank 3 on node2 failed, with exit code 1: ValueError: the cause")
     assert len(hosts.attempts) == 1
     exit_status, hosts = run_attempts(
         tmp_path, crash, ended(0, session=False), plain=True, name="again"
@@ -215,7 +215,7 @@ def test_first_attempt_that_a_signal_killed_is_tried_again(tmp_path, capsys):
 @pytest.mark.parametrize("first", [failed(3), None])
 def test_first_attempt_that_fails_by_itself_is_not_tried_again(tmp_path, first):
     exit_status, hosts = run_attempts(tmp_path, ended(None, first=first), plain=True)
-    brief = "with exit code 3: ValueError: the cause"
+    brief = "rank 3 on node2 failed, with exit code 3: ValueError: the cause"
     assert exit_status == ((3, brief) if first else (1, ""))
     assert len(hosts.attempts) == 1
 
@@ -224,7 +224,7 @@ def test_single_attempt_has_the_exit_code_and_the_cause_of_its_failure(tmp_path,
     exit_status, hosts = run_attempts(
         tmp_path, ended(None, TWO, 10, first=failed(139)), most=1, elastic=True
     )
-    assert exit_status == (139, "with exit code 139: ValueError: the cause")
+    assert exit_status == (139, "rank 3 on node2 failed, with exit code 139: ValueError: the cause")
     assert len(hosts.attempts) == 1
     assert "attempt 2" not in capsys.readouterr().err
 
@@ -239,7 +239,7 @@ def test_run_is_given_up_with_the_last_cause(tmp_path, capsys, most):
     assert exit_status == (
         76,
         f"{most} attempts in a row without a new checkpoint: "
-        "with exit code 1: ValueError: the cause",
+        "rank 3 on node2 failed, with exit code 1: ValueError: the cause",
     )
     assert len(hosts.attempts) == 1 + most
     summary = json.loads(directory.summary.read_text())
@@ -314,9 +314,9 @@ def slurm(tmp_path):
 def test_hosts_in_slurm_are_those_left_in_the_job(slurm):
     hosts = InSlurm(JOB)
     assert hosts.names == ("node1", "node2", "node3")
-    slurm.command("squeue", "node[1,3]")
+    slurm.command("squeue", "815 node[1,3]")
     assert InSlurm({**JOB, **slurm.env}).present("") == ["node1", "node3"]
-    assert "--job 815" in slurm.calls.read_text()
+    assert "--job=815" in slurm.calls.read_text()
 
 
 def test_all_hosts_are_kept_if_squeue_does_not_answer(tmp_path, capsys):

@@ -61,7 +61,8 @@ def listening(port):
 def check_that_nothing_is_left(mark, ports):
     until(lambda: not processes.having(mark, "environ"))
     assert len(ports) == 2
-    assert not any(map(listening, ports))
+    # A process that ends loses its environ before its sockets.
+    until(lambda: not any(map(listening, ports)))
 
 
 # The gradients are of other data on each rank: the weights are equal only if they are averaged.

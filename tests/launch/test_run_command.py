@@ -172,6 +172,11 @@ HAND = ("--nodes", "2", "--node-rank", "0", "--main-address", "h0", "--main-port
         (("--nodes", "0"), ["--nodes 0"]),
         (("--nodes", "3", "--ntasks-per-node", "2,1"), ["--nproc-per-node 2,1 for 3", "HT213"]),
         (("--nproc-per-node", "10000"), ["10000 ranks", "at most", "HT213"]),
+        (("--once",), ["--once outside of a batch script", "hpctrain run without --once"]),
+        (("--setting", "--lr 1"), ["--setting outside"]),
+        (("--container", "a.sif", "--nodes", "2"), ["--container outside"]),
+        (("--direct", "--nproc-per-node", "2"), ["--nproc-per-node with --direct"]),
+        (("--once", "--container", "a.sif"), ["--container with --once"]),
     ],
 )
 def test_run_refuses_wrong_options_before_a_rank_starts(options, words, script, capfd):
@@ -385,6 +390,14 @@ def test_omp_num_threads_is_divided_and_logged_once(script, tmp_path):
     out, err = run("--nproc-per-node", "2", OMP_NUM_THREADS="5")
     assert sorted(out) == ["0:", "1:", "5", "5"]
     assert "OMP_NUM_THREADS" not in err
+
+
+def test_run_dir_on_one_machine_is_passed_to_the_ranks(script, tmp_path):
+    path = script("import os; print(os.environ['HPCTRAIN_RUN_DIR'])")
+    done = launches.start([*RUN, "--run-dir", "here", path], tmp_path)
+    assert done.stdout == "here\n", done.stderr
+    done = launches.start([*RUN, "--run-dir", "here", path], tmp_path, HPCTRAIN_RUN_DIR="there")
+    assert done.stdout == "there\n"
 
 
 def test_run_dash_m_starts_a_module(tmp_path):

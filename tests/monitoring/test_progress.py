@@ -86,6 +86,17 @@ def test_progress_lines_come_once_a_second(clock, caplog):
     assert len(texts) == 4
 
 
+def test_long_evaluation_has_a_line_after_ten_seconds_and_each_half_minute(clock, caplog):
+    caplog.set_level("INFO", logger="hpctrain")
+    lines = Lines(course())
+    for _ in range(2):
+        for number in range(9):
+            lines.evaluates(number, 9)
+            clock[0] += 6
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == ["evaluation, batch 2 of 9", "evaluation, batch 7 of 9"] * 2
+
+
 @pytest.mark.parametrize(("term", "terminal"), [("xterm", False), ("dumb", True)])
 def test_progress_without_a_terminal_is_lines(monkeypatch, term, terminal):
     stream = io.StringIO()
@@ -124,7 +135,7 @@ class Terminal(io.StringIO):
     "draw",
     [
         lambda bar: bar.step(2),
-        lambda bar: bar.evaluates(),
+        lambda bar: bar.evaluates(0, 5),
         lambda bar: bar.end_epoch(2),
         lambda bar: bar.close(),
     ],
@@ -147,7 +158,7 @@ def test_progress_bar_on_a_lost_terminal(monkeypatch, caplog, draw):
     assert "the progress bar ends" in caplog.text
     for step in range(3, 6):  # the bar is not drawn again
         bar.step(step)
-        bar.evaluates()
+        bar.evaluates(0, 5)
         bar.end_epoch(step)
     bar.row(ROW, True)
     assert caplog.records[-1].getMessage().startswith("epoch 1/3  step 20/150  loss 2.3026")
@@ -179,7 +190,7 @@ try:
             if sys.argv[1] == "interrupted":
                 raise KeyboardInterrupt
     bar.end_epoch(5)
-    bar.evaluates()
+    bar.evaluates(0, 5)
     bar.row({"step": 5, "epoch": 0, "time": 1.0, "top1": 0.5}, False)
 finally:
     bar.close()

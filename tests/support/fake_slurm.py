@@ -12,12 +12,16 @@ if jobs is None:
     sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
 options = dict(one[2:].partition("=")[::2] for one in sys.argv[1:])
 if "job" in options:
-    wanted = options["job"].split(",")
-    jobs = [one for one in jobs if {{one["JobArrayID"], one["ArrayJobID"]}} & set(wanted)]
+    wanted, ids = set(options["job"].split(",")), ("JobArrayID", "ArrayJobID", "JobID")
+    jobs = [one for one in jobs if {{one[name] for name in ids}} & wanted]
     if not jobs:
         sys.exit("slurm_load_jobs error: Invalid job id specified")
 if "user" in options:
     jobs = [one for one in jobs if one["UserID"] == options["user"]]
+if "format" in options:
+    for job in jobs:
+        print(job["JobID"], job["NodeList"])
+    sys.exit()
 columns = [one.partition(":0") for one in options["Format"].split(",")]
 for job in jobs:
     print("".join(job[name] + end for name, _, end in columns))

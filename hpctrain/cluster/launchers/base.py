@@ -230,7 +230,8 @@ class Launcher(ABC):
                 f"to train as a single process: env {env_vars.LAUNCHER}=none COMMAND",
             )
         try:
-            return World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
+            world = World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
+            return world.derived()
         except ContradictionError as error:
             sources = ", ".join(f"{c.source}={env[c.source]}" for c in claims.values())
             raise ContradictionError(

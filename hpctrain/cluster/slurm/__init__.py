@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         hosts_left,
         is_label,
         job_state,
+        script_path,
         step_is_active,
     )
 
@@ -56,6 +57,7 @@ __all__ = [
     "requeue",
     "requeue_unended",
     "sbatch",
+    "script_path",
     "step_is_active",
 ]
 
@@ -69,7 +71,7 @@ __getattr__ = lazy(
         "queue": ("QueuedJob", "jobs"),
         "states": (
             *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
-            "step_is_active",
+            *("script_path", "step_is_active"),
         ),
     },
 )

@@ -14,6 +14,7 @@ __all__ = [
     "hosts_left",
     "is_label",
     "job_state",
+    "script_path",
     "step_is_active",
 ]
 
@@ -35,6 +36,7 @@ _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The patterns include Slurm's adjacent keys, so that a job's name is not read as its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
+_COMMAND = re.compile(r" Command=(/.*) WorkDir=")
 _STATE_AND_RESTARTS = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
@@ -134,11 +136,27 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
     return int(match[1]) if match else None
 
 
+def script_path(job_id: str, env: Mapping[str, str]) -> str | None:
+    """Return the path of the batch script that was submitted; None if Slurm does not know it."""
+    try:
+        output = ask(["scontrol", "show", "job", "--oneliner", job_id], env)
+    except NoAnswerError:
+        return None
+    match = _COMMAND.search(output)
+    return match[1] if match else None
+
+
 def hosts_left(job_id: str, env: Mapping[str, str]) -> str:
     """Return the current hosts of a job as a Slurm host list, without the hosts that it lost.
+
+    Args:
+        job_id: id of the job; for a task of an array, the id of this task.
+        env: environment of the command.
 
     Raises:
         NoAnswerError: squeue is absent, failed, or did not answer within a minute.
     """
-    argv = ["squeue", "--noheader", "--job", job_id, "--format=%N"]
-    return ask(argv, env, _SECONDS_FOR_HOSTS).strip()
+    # For the last task of an array, whose id is that of the array, squeue prints all tasks.
+    argv = ["squeue", "--noheader", f"--job={job_id}", "--format=%A %N"]
+    rows = [row.split() for row in ask(argv, env, _SECONDS_FOR_HOSTS).splitlines()]
+    return next((row[1] for row in rows if row[:1] == [job_id] and len(row) > 1), "")

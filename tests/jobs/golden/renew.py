@@ -24,14 +24,18 @@ SPECS: Mapping[str, JobSpec] = {
         output="logs/%x-%A_%a.log", signal="USR1", signal_time=300, max_restarts=5,
         environment={"NCCL_DEBUG": "INFO", "GREETING": "it's me"}, modules=("gcc/12", "cuda"),
         setup=("ulimit -n 65536",), venv="my env", stage_code=".",
+        finish=("date", "du -sh 'my runs'"),
         extra={"exclusive": True, "hint": "nomultithread"},
     ),
     "apptainer": JobSpec(
         command=COMMAND, nodes=2, gpus_per_node=4, container="images/torch.sif",
-        environment={"NCCL_DEBUG": "INFO"}, launcher="torchrun", stage_code="code",
+        environment={"NCCL_DEBUG": "INFO"}, stage_code="code",
     ),
-    "horovodrun-elastic": JobSpec(
-        command="python -m my.train", launcher="horovodrun", elastic=True, nodes=2
+    "elastic": JobSpec(command="python -m my.train", elastic=True, nodes=2, cpus_per_task=4),
+    "srun": JobSpec(command=COMMAND, launcher="srun", nodes=2, tasks_per_node=4),
+    "sweep": JobSpec(
+        command=COMMAND, run_dir="runs/sweep",
+        sweep=[{"name": "it's"}, {"name": "a b", "lr": 1e-3}, {}],
     ),
 }  # fmt: skip
 # Checked by shellcheck and lint only: their parts are in a golden file, or bash runs them in
@@ -44,13 +48,10 @@ MORE: Mapping[str, JobSpec] = {
     "staging": JobSpec(
         command=COMMAND, nodes=4, stage_environment="envs/torch.tar.gz", stage_data="/shared/it's"
     ),
-    "conda": JobSpec(command="./train --lr 0.1", launcher="torchrun", nodes=2, conda="torch"),
+    "conda": JobSpec(command="./train --lr 0.1", nodes=2, conda="torch"),
     "no-requeue": JobSpec(command=COMMAND, requeue=False, signal="TERM"),
-    "horovodrun": JobSpec(command=COMMAND, launcher="horovodrun", backend="horovod", nodes=2),
-    "sweep-of-texts": JobSpec(
-        command=COMMAND, run_dir="runs/sweep",
-        sweep=[{"name": "it's"}, {"name": "a b", "lr": 1e-3}, {}],
-    ),
+    "no-signal": JobSpec(command=COMMAND, signal_time=0),
+    "torchrun": JobSpec(command="torchrun --nproc-per-node 4 train.py", launcher="none", nodes=1),
     "function": JobSpec(function="my.module:main", nodes=2),
 }  # fmt: skip
 LOCAL: Mapping[str, JobSpec] = {

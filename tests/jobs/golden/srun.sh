@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@120
+#SBATCH --requeue
+
+set -e
+trap 'code=$?; echo "ended before hpctrain run, code $code"; exit $((code ? code : 2))' EXIT
+trap '' USR2 # until hpctrain run handles it
+
+: "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+[ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
+
+exec hpctrain run --direct -- python train.py --data 'my data' --lr 0.1 "$@"

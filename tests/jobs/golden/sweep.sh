@@ -1,0 +1,20 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --array=0-2
+#SBATCH --output=%x-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@120
+#SBATCH --requeue
+
+set -e
+trap 'code=$?; echo "ended before hpctrain run, code $code"; exit $((code ? code : 2))' EXIT
+trap '' USR2 # until hpctrain run handles it
+
+: "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+[ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
+
+exec hpctrain run --run-dir runs/sweep --setting='--name '"'"'it'"'"'"'"'"'"'"'"'s'"'"'' \
+    --setting='--name '"'"'a b'"'"' --lr 0.001' --setting '' train.py \
+    --data 'my data' --lr 0.1 "$@"

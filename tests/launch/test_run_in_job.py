@@ -1,0 +1,353 @@
+"""`hpctrain run` in a batch job: options, signals, exit codes and requeue, with a fake Slurm.
+
+tests/jobs/test_sbatch_script_on_slurm.py and tests/training/test_resume_on_slurm.py use a real one.
+"""
+
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import fake_slurm
+import launches
+import processes
+import pytest
+from fake_slurm import job
+
+from hpctrain.cli import main
+from hpctrain.launch import slurm_job
+
+EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
+# Runs what follows its options as the task of a step on one host.
+SRUN = """
+case " $* " in *" -m hpctrain.launch.agent "*) ;; *) exit 9 ;; esac
+export SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1
+export SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=node1 SLURM_STEP_TASKS_PER_NODE=1
+export SLURM_NTASKS=1
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Return a fake Slurm; this process is in the batch script of its job 7."""
+    monkeypatch.setattr(slurm_job, "_SECONDS_UNTIL_END", 0.0)
+    made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
+    made.jobs(job("7", NodeList="node1"))
+    made.command("scontrol")
+    for name, value in {
+        "ENVIRONMENT": "BATCH",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_TASKS_PER_NODE": "1",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+@pytest.fixture
+def task(slurm, monkeypatch):
+    """Return a function that makes the job a task of an array."""
+
+    def task(index, count=4):
+        slurm.jobs(job(f"7_{index}", JobID="9", NodeList="node1"))
+        monkeypatch.setenv("SLURM_JOB_ID", "9")
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
+        monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", str(count))
+
+    return task
+
+
+def run(line, *options):
+    """Run a line of sh once in the job; return the exit code."""
+    return main(["run", "--once", *options, "--", "sh", "-c", line, "x"])
+
+
+def calls(slurm):
+    return slurm.calls.read_text().splitlines() if slurm.calls.exists() else []
+
+
+def files_left():
+    return [str(path) for path in Path().rglob("*") if "attempts" in path.name]
+
+
+# --- exit codes, and the requeue
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code"),
+    [
+        ("true", 0),
+        (EXIT_STATUS % 0, 0),
+        (EXIT_STATUS % 0 + "exit 3", 3),  # after the session
+        ("exit 1", 1),  # no exit status: the launcher's code
+        ('echo "{\\"co" >"$HPCTRAIN_EXIT_STATUS_FILE"; exit 3', 3),  # a truncated exit status file
+        (EXIT_STATUS % 1 + "exit 1", 1),
+        (EXIT_STATUS % 2 + "exit 143", 2),
+        (EXIT_STATUS % 76 + "exit 143", 76),
+        ("kill -KILL $$", 137),
+        ("kill -TERM $$", 143),  # srun ended the ranks because one failed
+    ],
+)
+def test_ended_ranks_give_the_exit_code_and_no_requeue(slurm, ranks, code):
+    assert run(ranks) == code
+    assert not calls(slurm)
+    assert not files_left()
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        EXIT_STATUS % 75 + "exit 75",
+        EXIT_STATUS % 75 + "exit 1",  # torchrun's
+        EXIT_STATUS % 75 + "exit 143",  # srun's
+        "exit 75",
+        "kill -USR1 $$",  # before the session
+        "kill -USR2 $$",
+    ],
+)
+def test_stopped_ranks_are_requeued(slurm, ranks):
+    assert run(ranks) == 75
+    assert calls(slurm) == ["scontrol requeue incomplete 7"]
+    assert not files_left()
+
+
+def test_max_restarts_ends_with_76(slurm, monkeypatch, capfd):
+    slurm.jobs(job("7", NodeList="node1", RestartCnt="2"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert run("exit 75", "--max-restarts", "2") == 76
+    assert not calls(slurm)
+    assert "the limit is 2" in capfd.readouterr().err
+
+
+def test_shell_of_an_allocation_is_never_requeued(slurm, monkeypatch):
+    monkeypatch.delenv("ENVIRONMENT")
+    assert run("exit 75", "--run-dir", "mine") == 75
+    assert not calls(slurm)
+
+
+def test_array_task_is_requeued_by_its_label_in_a_run_directory_of_its_own(slurm, task, tmp_path):
+    task(3)
+    assert run('echo "$HPCTRAIN_RUN_DIR" >seen; exit 75') == 75
+    assert calls(slurm) == ["scontrol requeue incomplete 7_3"]
+    assert Path("seen").read_text() == f"{tmp_path}/runs/train-7_3\n"
+    run('echo "$HPCTRAIN_RUN_DIR" >seen', "--run-dir", "sweep")
+    assert Path("seen").read_text() == f"{tmp_path}/sweep/3\n"
+
+
+def test_run_directory_that_an_array_shares_starts_no_rank(slurm, task, monkeypatch, capfd):
+    task(0)
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", "x")
+    assert run("touch began") == 2
+    assert "HPCTRAIN_RUN_DIR=x: one directory, and 4 tasks" in capfd.readouterr().err
+    assert not Path("began").exists()
+    task(0, count=1)
+    assert run("touch began") == 0
+
+
+# --- signals
+
+
+def test_signal_before_the_ranks_start_stops_them(slurm):
+    """Send it during the first question to Slurm."""
+    once = "[ -e sent ] || kill -USR2 $PPID; touch sent; echo 7 node1"
+    slurm.command("squeue", more=once)
+    assert run('[ -e "$HPCTRAIN_STOP_FILE" ] && touch saw; exit 75') == 75
+    assert Path("sent").exists()
+    assert Path("saw").exists()
+
+
+@pytest.mark.parametrize("name", ["USR2", "TERM"])
+def test_signal_after_the_ranks_have_ended_changes_nothing(slurm, name):
+    slurm.command("squeue", more=f"[ ! -e ended ] || kill -{name} $PPID; echo 7 node1")
+    assert run(EXIT_STATUS % 75 + "touch ended; exit 75") == 75
+
+
+@pytest.fixture
+def begin():
+    """Return a function that starts `hpctrain run` in the background."""
+    with processes.background() as begin:
+        yield lambda line: begin(
+            [launches.PYTHON, "-m", "hpctrain", "run", "--once", "--", "sh", "-c", line]
+        )
+
+
+def test_signal_becomes_a_stop_file_and_spares_the_ranks(slurm, begin):
+    save = EXIT_STATUS % 75 + "echo saved; exit 75"
+    wait = 'until [ -e "$HPCTRAIN_STOP_FILE" ]; do sleep 0.02; done; '
+    slurm.command("scontrol", more="kill -TERM $PPID")  # as Slurm ends the job
+    process = begin(f"echo ready; {wait}{save}")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR2)
+    out, err = process.communicate(timeout=processes.PATIENCE)
+    assert (process.returncode, out) == (-signal.SIGTERM, "saved\n")
+    assert "SIGUSR2 stops the run as soon as its Session is open" in err
+    assert calls(slurm) == ["scontrol requeue incomplete 7"]
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR2, signal.SIGUSR2]])
+def test_sigterm_or_a_second_signal_ends_ranks_without_a_session(slurm, begin, numbers):
+    slurm.command("scontrol", more="kill -TERM $PPID")
+    process = begin("trap : USR2; echo ready; while :; do sleep 0.02; done")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(numbers[0])
+    for number in numbers[1:]:
+        assert "stops the run" in process.stderr.readline()
+        process.send_signal(number)
+    process.communicate(timeout=processes.PATIENCE)
+    assert process.returncode == -signal.SIGTERM
+    assert calls(slurm) == ["scontrol requeue incomplete 7"]
+
+
+# --- options of a job
+
+
+SETTINGS = ("--setting=--lr 0.1 --name 'a b'", "--setting=", "--setting=--name ''")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"), [(0, ["--lr", "0.1", "--name", "a b"]), (1, []), (2, ["--name", ""])]
+)
+def test_setting_of_an_array_task_follows_the_command(task, index, words):
+    task(index)
+    assert run('printf "%s\\0" "$@" >words', *SETTINGS) == 0
+    assert Path("words").read_text() == "".join(f"{word}\0" for word in words or [""])
+
+
+def test_setting_without_its_index_is_refused(slurm, task, capfd):
+    assert run("touch began", *SETTINGS) == 2
+    assert "3 settings, and no job array" in capfd.readouterr().err
+    task(3)
+    assert run("touch began", *SETTINGS) == 2
+    assert "3 settings, and the index 3" in capfd.readouterr().err
+    assert not Path("began").exists()
+
+
+def test_finish_runs_after_success_only(slurm, tmp_path, capfd):
+    lines = 'echo "finish in $HPCTRAIN_RUN_DIR"\nfalse\necho never'
+    assert run("echo ranks", "--finish", lines) == 1
+    assert capfd.readouterr().out == f"ranks\nfinish in {tmp_path}/runs/train-7\n"
+    for ranks, code in (("exit 3", 3), ("exit 75", 75)):
+        assert run(ranks, "--finish", lines) == code
+    assert not capfd.readouterr().out
+    for end, code in (("exit 75", 75), ("kill -TERM $$", 143), ("true", 0)):
+        assert run("true", "--finish", end) == code
+    assert len(calls(slurm)) == 1, "the job was requeued after its ranks had succeeded"
+
+
+def test_program_is_not_found(slurm, capfd):
+    code = main(["run", "--once", "--", "no-such-program"])
+    assert code not in (0, 75)
+    assert "no-such-program" in capfd.readouterr().err
+    assert main(["run", "--once", "--"]) == 2
+    assert "no program" in capfd.readouterr().err
+
+
+def test_words_of_the_command_are_read_by_no_shell(slurm):
+    words = ["", " ", "it's", '"', "\\", "$(touch canary)", "`touch canary`", "a\nb", "*", "--once"]
+    Path("write.sh").write_text('#!/bin/sh\nprintf "%s\\0" "$@" >words\n')
+    os.chmod("write.sh", stat.S_IRWXU)
+    assert main(["run", "--once", "--", "./write.sh", *words]) == 0
+    assert Path("words").read_text() == "".join(f"{word}\0" for word in words)
+    assert not Path("canary").exists()
+
+
+# --- ranks that srun starts
+
+
+@pytest.mark.parametrize("cpus", [None, "5"])
+def test_direct_starts_each_rank_as_a_task_of_srun(slurm, monkeypatch, cpus):
+    """Not every version of Slurm passes the CPUs of a task from sbatch to srun."""
+    slurm.command("srun", more='printf "%s\\0" "$@" >words; exit 3')
+    if cpus:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    assert main(["run", "--direct", "--", "program", "a b"]) == 3
+    more = ["--cpus-per-task=5"] if cpus else []
+    words = Path("words").read_text().split("\0")[:-1]
+    assert words == ["--quiet", "--kill-on-bad-exit=1", *more, "program", "a b"]
+
+
+def test_direct_in_a_container_is_that_of_pyxis(slurm, tmp_path, monkeypatch):
+    slurm.command("srun", more='printf "%s\\0" "$@" >words')
+    inside = ("--container", "./a.sqsh", "--container-env", "A,B")
+    assert main(["run", "--direct", *inside, "--", "program"]) == 0
+    words = Path("words").read_text().split("\0")[:-1]
+    run = f"{tmp_path}/runs/train-7"
+    assert words[2:] == [
+        f"--container-image={tmp_path}/./a.sqsh",
+        f"--container-mounts={tmp_path}:{tmp_path},{run}:{run}",
+        f"--container-workdir={tmp_path}",
+        "--container-env=A,B",
+        "program",
+    ]
+
+
+# --- agents, with an srun that starts one
+
+
+@pytest.fixture
+def agent(slurm, tmp_path):
+    """Return a function that runs a command by the agent of one host; it returns the output."""
+    slurm.command("srun", more=SRUN)
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, "-m", "hpctrain", "run", *words],
+            env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    (tmp_path / "disk").mkdir()
+    return run
+
+
+def test_secret_is_new_for_each_start_and_in_no_command_line_or_output(slurm, agent):
+    secrets = set()
+    for _ in range(2):
+        output = agent("--", "sh", "-c", 'echo "$HPCTRAIN_SECRET" >secret')
+        secrets.add(Path("secret").read_text().strip())
+        assert not [one for one in secrets if one in output or one in str(calls(slurm))]
+    assert len(secrets) == 2
+    assert min(map(len, secrets)) >= 32
+
+
+def test_ranks_of_an_agent_start_in_the_copies_and_in_the_container(agent, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "disk"))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text("import os; print(os.getcwd())")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "answer").write_text("#!/bin/sh\necho $0 $(pwd)\n")
+    (tmp_path / "tools" / "answer").chmod(0o755)
+    with tarfile.open("tools.tar", "w") as archive:
+        archive.add(tmp_path / "tools", "bin")
+    copies = f"{tmp_path}/disk/hpctrain-{slurm_user()}-7-00"
+    assert agent("--stage-code", "code", "train.py") == f"{copies}/code\n"
+    output = agent("--stage-code", "code", "--stage-environment", "tools.tar", "--", "answer")
+    assert output == f"{copies}/environment/bin/answer {copies}/code\n"
+    program = tmp_path / "fakes" / "apptainer"
+    program.write_text('#!/bin/sh\necho "$APPTAINERENV_A" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("A", "its value")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    inside = ("--container", "a.sif", "--container-env", "A", "--stage-code", "code")
+    words = shlex.split(agent(*inside, "--", "python", "train.py"))
+    binds = [f"--bind {one}" for one in (tmp_path, f"{tmp_path}/runs/train-7", copies)]
+    assert " ".join(words) == (
+        f"its value exec --pwd {copies}/code {' '.join(binds)} {tmp_path}/a.sif python train.py"
+    )
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def slurm_user():
+    return os.environ.get("LOGNAME") or os.environ.get("USER") or "root"

@@ -1,0 +1,235 @@
+"""The batch job around `hpctrain run`: its own variables, its run directory, and its requeue."""
+
+import os
+import shlex
+import signal
+
+import fake_slurm
+import pytest
+from fake_slurm import job
+
+from hpctrain.cluster.job import detect
+from hpctrain.errors import UsageError, exit_codes
+from hpctrain.launch import slurm_job
+from hpctrain.launch.slurm_job import SlurmJob, own_environment, stop_signals
+from hpctrain.rundir import STOP_REASON, RunDirectory
+
+OWN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+OF_THE_ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Return a fake Slurm in which job 7 runs, and whose `scontrol requeue` succeeds."""
+    monkeypatch.setattr(slurm_job, "_SECONDS_UNTIL_END", 0.0)
+    made = fake_slurm.FakeSlurm(tmp_path)
+    made.jobs(job("7"))
+    made.command("scontrol")
+    return made
+
+
+@pytest.fixture
+def make(slurm, tmp_path):
+    """Return a function that makes the job of this process from variables."""
+
+    def make(max_restarts=None, **more):
+        env = {**slurm.env, **OWN, "SLURM_SUBMIT_DIR": str(tmp_path)}
+        return SlurmJob.here({**env, **more}, max_restarts)
+
+    return make
+
+
+def requeues(slurm):
+    return slurm.calls.read_text().splitlines() if slurm.calls.exists() else []
+
+
+# --- variables of an outer job
+
+
+def test_array_and_restart_count_of_an_outer_job_are_removed(slurm, make):
+    slurm.jobs(job("7"), job("5_3", JobID="8", RestartCnt="2"))
+    own = make(SLURM_RESTART_COUNT="2", SLURM_ARRAY_TASK_COUNT="4", **OF_THE_ARRAY)
+    assert own.allocation.label == "7"
+    assert own.allocation.restart_count == 0
+    assert not [name for name in own.env if name.startswith("SLURM_ARRAY_")]
+
+
+def test_array_task_keeps_its_index_and_gets_its_own_restart_count(slurm, make):
+    # The id of the last task is that of the array.
+    slurm.jobs(job("7_0", JobID="8", RestartCnt="5"), job("7_3", RestartCnt="1"))
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "9"}
+    own = make(**array)
+    assert own.allocation.label == "7_3"
+    assert own.allocation.restart_count == 1
+
+
+def test_environment_without_traces_of_an_outer_job_asks_slurm_nothing(slurm):
+    slurm.jobs(None)
+    env = {"SLURM_JOB_ID": "7", "HPCTRAIN_RUN_DIR": "runs/given", "A": "x"}
+    assert own_environment({**slurm.env, **env}) == {**slurm.env, **env}
+
+
+def test_environment_is_kept_if_slurm_does_not_answer(slurm):
+    slurm.jobs(None)
+    env = {**slurm.env, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", **OF_THE_ARRAY}
+    assert own_environment(env) == env
+
+
+def test_run_directory_and_stop_file_of_an_outer_job_are_ignored(capsys):
+    outer = {"HPCTRAIN_STOP_FILE": "/outer/stop", "HPCTRAIN_RUN_DIR": "/outer/run"}
+    assert own_environment({"SLURM_JOB_ID": "7", **outer}) == {"SLURM_JOB_ID": "7"}
+    assert "HPCTRAIN_RUN_DIR is ignored" in capsys.readouterr().err
+    assert own_environment({"SLURM_JOB_ID": "7", "HPCTRAIN_STOP_FILE": "/x"}) == {
+        "SLURM_JOB_ID": "7"
+    }
+    assert not capsys.readouterr().err
+
+
+# --- run directory
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "path"),
+    [
+        (None, {}, "runs/train-7"),
+        (None, {"SLURM_JOB_NAME": "a/b"}, "runs/a_b-7"),
+        ("my run", {}, "my run"),
+        ("/abs/run", {}, "/abs/run"),
+        ("mine", {"HPCTRAIN_RUN_DIR": "runs/other"}, "runs/other"),
+        ("mine", {"HPCTRAIN_RUN_DIR": "/abs/x"}, "/abs/x"),
+        (None, OF_THE_ARRAY, "runs/train-5_3"),
+        ("mine", OF_THE_ARRAY, "mine/3"),
+        ("mine", {**OF_THE_ARRAY, "HPCTRAIN_RUN_DIR": "x", "SLURM_ARRAY_TASK_COUNT": "1"}, "x"),
+    ],
+)
+def test_run_directory_is_the_same_for_all_starts_of_a_job(tmp_path, given, env, path):
+    for restarts in ("0", "2"):
+        own = {**OWN, "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": restarts, **env}
+        assert SlurmJob(own, detect(own)).run_directory(given) == tmp_path / path
+
+
+def test_run_directory_of_all_tasks_of_an_array_is_refused():
+    own = {**OWN, **OF_THE_ARRAY, "HPCTRAIN_RUN_DIR": "x", "SLURM_ARRAY_TASK_COUNT": "2"}
+    with pytest.raises(UsageError, match="HPCTRAIN_RUN_DIR=x: one directory, and 2 tasks"):
+        SlurmJob(own, detect(own)).run_directory(None)
+
+
+# --- requeue
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, exit_codes.GIVEN_UP, 137, 143])
+def test_job_that_ended_is_not_requeued(slurm, make, tmp_path, capsys, code):
+    assert make().after(code, "why", tmp_path) == code
+    assert not requeues(slurm)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
+def test_stopped_job_is_requeued_by_its_own_label(slurm, make, tmp_path, state):
+    slurm.jobs(job("7", State=state))
+    make().after(exit_codes.STOPPED, "USR2", tmp_path)
+    slurm.jobs(job("7_0", JobID="8"), job("7_3", State=state))
+    make(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3").after(75, "USR2", tmp_path)
+    assert requeues(slurm) == ["scontrol requeue incomplete 7", "scontrol requeue incomplete 7_3"]
+
+
+def test_requeue_ends_the_process_by_sigterm(slurm, make, tmp_path):
+    """Send SIGTERM as Slurm does; a process that ignores it is killed much later."""
+    slurm.command("scontrol", more="kill -TERM $PPID")
+    child = os.fork()
+    if not child:
+        try:
+            with stop_signals(in_batch=True):
+                make().after(exit_codes.STOPPED, "USR2", tmp_path)
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PREEMPTED", "PENDING"])
+def test_cancelled_job_is_not_requeued(slurm, make, tmp_path, capsys, state):
+    slurm.jobs(job("7", State=state))
+    assert make().after(exit_codes.STOPPED, "USR2", tmp_path) == exit_codes.STOPPED
+    assert not requeues(slurm)
+    assert f"job 7 is not started again: its state is {state}\n" in capsys.readouterr().err
+
+
+def test_job_with_the_label_of_another_one_is_not_requeued(slurm, make, tmp_path, capsys):
+    """Slurm did not answer at the begin, so the label is that of the outer job."""
+    slurm.jobs(None)
+    own = make(**OF_THE_ARRAY)
+    assert own.allocation.label == "5_3"
+    slurm.jobs(job("7"), job("5_3", JobID="8"))
+    assert own.after(exit_codes.STOPPED, "USR2", tmp_path) == exit_codes.STOPPED
+    assert not requeues(slurm)
+    assert "its state is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("jobs", "error", "why"),
+    [
+        ([None], "", "Unable to contact slurm controller"),
+        ([], "", "its state is unknown"),
+        ([job("7")], "Requested operation is disabled", "Requested operation is disabled"),
+    ],
+)
+def test_stopped_job_that_cannot_be_requeued_ends_with_75(
+    slurm, make, tmp_path, capsys, jobs, error, why
+):
+    slurm.jobs(*jobs)
+    slurm.command("scontrol", error=error, code=1)
+    assert make().after(exit_codes.STOPPED, "USR2", tmp_path) == exit_codes.STOPPED
+    assert why in capsys.readouterr().err
+
+
+def test_run_stopped_by_the_file_stop_is_not_requeued(slurm, make, tmp_path, capsys):
+    assert make().after(75, f"{STOP_REASON}, after step 12", tmp_path) == exit_codes.STOPPED
+    assert not requeues(slurm)
+    assert f"job 7 is not started again: stopped by {STOP_REASON}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(1, 75), (2, 76), (3, 76)])
+def test_max_restarts_exit_codes(slurm, make, tmp_path, capsys, restarts, code):
+    slurm.jobs(job("7", RestartCnt=str(restarts)))
+    own = make(max_restarts=2, SLURM_RESTART_COUNT="1")
+    assert own.after(exit_codes.STOPPED, "USR2", tmp_path) == code
+    assert bool(requeues(slurm)) == (code == exit_codes.STOPPED)
+    assert ("the limit is 2" in capsys.readouterr().err) == (code == exit_codes.GIVEN_UP)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_stopped_job_prints_how_its_run_continues(slurm, make, tmp_path, capsys, array):
+    slurm.command("scontrol", code=1)
+    slurm.jobs(job("5_3", JobID="7") if array else job("7"))
+    own = make(**OF_THE_ARRAY) if array else make()
+    own.after(exit_codes.STOPPED, "USR2", tmp_path)
+    assert "checkpoints" not in capsys.readouterr().err
+    run = tmp_path / "it's a run"
+    RunDirectory(run).checkpoint(40).mkdir(parents=True)
+    own.after(exit_codes.STOPPED, "USR2", run)
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert lines[0] == f"hpctrain: its checkpoints are in {run}"
+    assert lines[1].split()[1:] == ["hpctrain", "requeue", "5_3" if array else "7"]
+    words = shlex.split(lines[2].partition(":")[2].partition("(")[0])
+    more = ["--array=3"] if array else []
+    assert words == [f"HPCTRAIN_RUN_DIR={run}", "sbatch", *more, "SCRIPT", "--resume"]
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_stop_signals_are_collected_also_if_the_script_ignored_them(in_batch):
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+    numbers += [signal.SIGHUP, signal.SIGINT] if in_batch else []
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        with stop_signals(in_batch) as received:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            assert received == numbers
+            assert signal.getsignal(signal.SIGINT) != signal.SIG_DFL
+        assert all(signal.getsignal(number) == signal.SIG_IGN for number in numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
