@@ -21,10 +21,12 @@
 #SBATCH --requeue
 
 set -e
-trap 'code=$?; echo "ended before hpctrain run, code $code"; exit $((code ? code : 2))' EXIT
+ended() { echo "ended before hpctrain run, code $1"; exit $(($1 ? $1 : 2)); }
+trap 'ended $?' EXIT
 trap '' USR2 # until hpctrain run handles it
 
 : "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+# shellcheck source=/dev/null
 [ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
 [ ! -r .venv/bin/activate ] || . .venv/bin/activate
 

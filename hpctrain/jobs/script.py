@@ -21,18 +21,21 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
 _GUARD = """\
 set -e
-trap 'code=$?; echo "ended before hpctrain run, code $code"; exit $((code ? code : 2))' EXIT"""
+ended() { echo "ended before hpctrain run, code $1"; exit $(($1 ? $1 : 2)); }
+trap 'ended $?' EXIT"""
 
 # Without it, a signal would end bash before hpctrain run handles it.
 _IGNORE = "trap '' {signal} # until hpctrain run handles it"
 
 _SITE = """\
 : "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+# shellcheck source=/dev/null
 [ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true"""
 
 # A batch shell is not a login shell, so `module` may not be defined yet.
 _MODULES = """\
 for file in /etc/profile.d/{{z00_lmod,lmod,modules}}.sh /usr/share/{{lmod/,}}modules/init/bash; do
+    # shellcheck source=/dev/null
     [ ! -r "$file" ] || type module >/dev/null 2>&1 || . "$file" || true
 done
 {loads}"""

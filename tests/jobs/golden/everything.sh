@@ -28,12 +28,15 @@
 #SBATCH --hint=nomultithread
 
 set -e
-trap 'code=$?; echo "ended before hpctrain run, code $code"; exit $((code ? code : 2))' EXIT
+ended() { echo "ended before hpctrain run, code $1"; exit $(($1 ? $1 : 2)); }
+trap 'ended $?' EXIT
 trap '' USR1 # until hpctrain run handles it
 
 : "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+# shellcheck source=/dev/null
 [ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
 for file in /etc/profile.d/{z00_lmod,lmod,modules}.sh /usr/share/{lmod/,}modules/init/bash; do
+    # shellcheck source=/dev/null
     [ ! -r "$file" ] || type module >/dev/null 2>&1 || . "$file" || true
 done
 module load gcc/12 || exit 2

@@ -2,6 +2,7 @@
 set -e
 
 : "${HPCTRAIN_SITE:=$HOME/.config/hpctrain/site.sh}" # settings for all jobs on this cluster
+# shellcheck source=/dev/null
 [ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
 . ./.venv/bin/activate || exit 2
 
