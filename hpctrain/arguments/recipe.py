@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
                     action.default, action.required = default, False
             elif name != _ABOUT:
                 near = nearest(name, actions)
-                hint = f"; did you mean {near}?" if near else "; --help shows them"
+                hint = f"; did you mean {near}?" if near else ""
                 self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
 
     def _value(self, action: argparse.Action, value: Any) -> Any:

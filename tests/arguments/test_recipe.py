@@ -79,7 +79,7 @@ def test_help_shows_recipe_values(write, capsys):
     [
         ("global_bach = 256", "global_bach is no option of train.py; did you mean global_batch?"),
         ("global-batch = 256", "global-batch is no option of train.py; did you mean global_batch?"),
-        ("zzz = 1", "zzz is no option of train.py; --help shows them"),
+        ("zzz = 1", "zzz is no option of train.py\n"),
         ("recipe = 'other.toml'", "recipe is no option"),
         ("[training]\nlr = 0.1", "training is no option"),
         ("lr = {x = 1}", "lr: {'x': 1} is not a number or text"),
@@ -104,8 +104,13 @@ def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, message):
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args(["--secret", "x", "--recipe", path])
     assert caught.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"train.py: error: --recipe {path}: {message}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"hpctrain: error: --recipe {path}: {message}")
+    fix, more = (
+        "  fix:      train.py --help (lists all options)",
+        "  more:     hpctrain explain HT523",
+    )
+    assert error.splitlines()[1:] == [fix, more]
 
 
 @pytest.mark.parametrize(

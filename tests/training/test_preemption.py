@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.cluster.job import Allocation
 from hpctrain.process import signals
-from hpctrain.rundir import RunDirectory
+from hpctrain.rundir import STOP_REASON, RunDirectory
 from hpctrain.training.preemption import REASONS, Preemption, Stopped
 
 NOW = 1_700_000_000
@@ -108,7 +108,7 @@ def test_preemption_ignores_an_unreadable_stop_file(make_preemption, run, caplog
     preemption = make_preemption(env={"HPCTRAIN_STOP_FILE": "x" * 5000})
     assert preemption.asked(save_margin=30.0) is None
     run.stop.mkdir()
-    assert preemption.asked(save_margin=30.0) == "a stop file"
+    assert preemption.asked(save_margin=30.0) == STOP_REASON
     preemption.obeyed(run)
     assert "the next start will stop as well" in caplog.text
 
@@ -118,15 +118,15 @@ def test_stop_files_are_read_by_rank_0_only(make_preemption, run, tmp_path):
     first, other = make_preemption(env=env), make_preemption(rank=1, env=env)
     assert first.asked(save_margin=30.0) is None
     run.stop.touch()
-    assert first.asked(save_margin=30.0) == "a stop file"
+    assert first.asked(save_margin=30.0) == STOP_REASON
     assert other.asked(save_margin=30.0) is None
     first.obeyed(run)
     assert not run.stop.exists()
     assert first.asked(save_margin=30.0) is None
     (tmp_path / "of-the-script").touch()
-    assert first.asked(save_margin=30.0) == "a stop file"
+    assert first.asked(save_margin=30.0) == "a signal to the job"
     first.obeyed(run)  # the stop file of the script belongs to the script
-    assert first.asked(save_margin=30.0) == "a stop file"
+    assert first.asked(save_margin=30.0) == "a signal to the job"
 
 
 def test_time_limit_requests_a_stop_one_save_margin_ahead(make_preemption):

@@ -69,7 +69,7 @@ def _standing(
         env: environment for the commands that query Slurm.
     """
     if owner.launch and owner.launch == this_start.launch:
-        return False, "an earlier start of the same hpctrain run --elastic"
+        return False, "an earlier attempt of the same hpctrain run"
     same_job = bool(this_start.job) and (owner.cluster, owner.job) == (
         this_start.cluster,
         this_start.job,

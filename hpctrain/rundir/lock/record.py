@@ -32,7 +32,7 @@ class Owner:
         token: random text that identifies this start.
         cluster, job, job_id, restart, step: values from the scheduler; `job` is the label for
             messages.
-        launch: id of one `hpctrain run --elastic`, the same for all its starts.
+        launch: id of one `hpctrain run`, the same for all its attempts.
         host, boot, namespace, pid, started: process of rank 0. `boot` is the random boot id of the
             kernel; `started` is in clock ticks since the boot.
         user, since: user name and start time, for messages.
@@ -144,7 +144,7 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
 
     Args:
         job: allocation of the scheduler; None without one.
-        env: environment with the variables of Slurm and `hpctrain run --elastic`.
+        env: environment with the variables of Slurm and `hpctrain run`.
     """
     launch = env.get(env_vars.START, "")
     return Owner(
