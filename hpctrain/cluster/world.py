@@ -105,10 +105,16 @@ class World:
         return None
 
     def derived(self) -> "World":
-        """Return a copy with the fields that follow from the others: all ranks on one host."""
-        if not self.on_one_host:
-            return self
-        return dataclasses.replace(self, local_world_size=self.world_size, node_rank=0, num_nodes=1)
+        """Return a copy with the fields that follow from the others.
+
+        They do if all ranks are on one host, or if there are as many hosts as ranks.
+        """
+        if self.on_one_host:
+            size = self.world_size
+            return dataclasses.replace(self, local_world_size=size, node_rank=0, num_nodes=1)
+        if self.num_nodes == self.world_size:
+            return dataclasses.replace(self, local_world_size=1)
+        return self
 
     def completed(self, hosts: tuple[str, ...], host_of_rank: tuple[int, ...]) -> "World":
         """Return a copy with all host fields set from the results of the rendezvous.

@@ -173,6 +173,12 @@ CODES: dict[str, Code] = {
         "Ask for a higher limit: LimitNOFILE of slurmd, or /etc/security/limits.conf. "
         "`ulimit -Hn` shows the limit.",
     ),
+    "HT118": Code(
+        "This process runs on a host that does not belong to its job.",
+        ("The shell of salloc is on a login node, and a script was started there without srun.",),
+        "Type `hpctrain run SCRIPT` in that shell: it starts the ranks on the hosts of the job. To "
+        "train on this host all the same, use `env HPCTRAIN_LAUNCHER=none COMMAND`.",
+    ),
     # Rendezvous and start of the ranks.
     "HT201": Code(
         "Ranks did not connect to rank 0, or were lost before the start was complete.",

@@ -21,15 +21,15 @@ RANKS = [
 ]
 
 
-def process(rank):
+def process(rank, host=""):
     """Return the process as it was in /proc at the capture."""
+    words = ("python", "train.py", *rank.get("argv", ()))
     for pid, title in enumerate(rank["parents"], 1000):
-        words = title.split()
-        for program in (words[0].rstrip(":"), *words[1:3]):
+        parts = title.split()
+        for program in (parts[0].rstrip(":"), *parts[1:3]):
             if program in LAUNCHING:
-                ancestor = Ancestor(pid, program, LAUNCHING[program], title)
-                return Process(("python", "train.py", *rank.get("argv", ())), ancestor)
-    return Process(("python", "train.py", *rank.get("argv", ())))
+                return Process(words, Ancestor(pid, program, LAUNCHING[program], title), host=host)
+    return Process(words, host=host)
 
 
 def variables(rank):
@@ -126,3 +126,28 @@ def test_captured_variables_alone_give_the_world_or_are_refused(document, rank):
             detect(env)
     else:
         assert wrong_fields(detect(env), document, rank) == {}
+
+
+@pytest.mark.parametrize(("document", "rank"), RANKS)
+def test_captured_world_on_one_host_is_complete(document, rank):
+    if document["launcher"] in WITHOUT_LOCAL_RANK:
+        return
+    world = survey(document["ranks"][rank]["env"], process(document["ranks"][rank])).world
+    known = document["ranks"][rank]["world"]
+    size = known["world_size"]
+    if size == 1 or size == known["local_world_size"] or known["num_nodes"] == 1:
+        assert (world.local_world_size, world.node_rank, world.num_nodes) == (size, 0, 1)
+
+
+@pytest.mark.parametrize(("document", "rank"), RANKS)
+def test_only_captured_ranks_on_a_login_host_are_refused_there(document, rank):
+    if document["launcher"] in WITHOUT_LOCAL_RANK:
+        return
+    host = document["layout"][rank]
+    entry = document["ranks"][rank]
+    job = "SLURM_JOB_ID" in entry["env"]
+    error = survey(entry["env"], process(entry, host)).waste
+    # Of a job with several tasks, the refusal of idle tasks comes first.
+    assert (error is not None and error.code == "HT118") == (
+        job and host == "login" and document["launcher"] == "torchrun"
+    )

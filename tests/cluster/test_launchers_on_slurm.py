@@ -102,6 +102,22 @@ def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_pat
     check_ranks(after, "none", number, places=[(0, 0, 1, "node1")])
 
 
+def test_python_in_the_shell_of_salloc_on_the_login_host_is_refused(cluster, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    lines = "python train.py 2>&1; echo code $?; hpctrain run train.py 2>&1"
+    shell = f"export PATH={launches.BIN}:$PATH; {lines}"
+    # A host that is not the first one of the cluster.
+    done = cluster.run(["salloc", "-w", "node3", "-N1", "bash", "-c", shell], cwd=tmp_path)
+    assert done.returncode == 0, done
+    refused, _, after = done.stdout.partition("code 2\n")
+    number = done.stderr.split("Granted job allocation ")[1].split()[0]
+    assert f"this host is login, and job {number} has node3: " in refused
+    assert "  fix:      hpctrain run train.py\n" in refused
+    assert "Traceback" not in refused
+    assert "none (" not in refused
+    check_ranks(after, "hpctrain", number, places=[(0, 0, 1, "node3")])
+
+
 @pytest.mark.slow
 def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, tmp_path):
     number, code, log = run_job(

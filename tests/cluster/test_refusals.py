@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 
 import pytest
 from launcher_env import BATCH as JOB
@@ -74,6 +75,64 @@ def test_idle_second_host_is_refused():
 def test_idle_tasks_of_an_array_job_are_named_by_array_id():
     env = {**JOB, "SLURM_ARRAY_JOB_ID": "800", "SLURM_ARRAY_TASK_ID": "7"}
     assert "job 800_7" in survey(env).waste.found
+
+
+# The shell of salloc on a login host, for a job of one task. slurmd sets nothing there.
+ALLOCATED = changed(
+    JOB,
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
+    SLURM_JOB_NODELIST="node7",
+    SLURM_JOB_NUM_NODES="1",
+    SLURM_NNODES="1",
+    SLURM_TASKS_PER_NODE="1",
+)
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("python train.py --name 'two words'", "train.py --name 'two words'"),
+        ("python -m package.train --lr 1", "-m package.train --lr 1"),
+        ("python -u train.py", "-- python -u train.py"),
+        ("", "SCRIPT"),
+    ],
+)
+def test_training_on_the_login_host_of_an_allocation_is_refused(typed, fix):
+    process = Process(tuple(shlex.split(typed)), host="login2.cluster")
+    error = survey(ALLOCATED, process).waste
+    assert (error.code, error.exit_code) == ("HT118", 2)
+    assert "this host is login2.cluster, and job 815 has node7" in error.found
+    assert error.fixes[:2] == (f"hpctrain run {fix}", f"srun hpctrain run {fix}")
+    start = survey({**ALLOCATED, **last_fix(error)}, process)
+    assert (start.waste, start.world.launcher) == (None, "none")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("slurm", "hpctrain")])
+def test_ranks_of_a_launcher_on_the_login_host_of_an_allocation_are_refused(name):
+    env = {**ALLOCATED, **launcher_variables(name, 2)}
+    error = survey(env, Process(host="login2")).waste
+    assert error.code == "HT118"
+    assert survey({**env, **last_fix(error)}, Process(host="login2")).waste is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "host"),
+    [
+        # With LaunchParameters=use_interactive_step the shell is on a host of the job.
+        ({"SLURMD_NODENAME": "node7"}, "node7"),
+        ({}, "node7"),
+        ({}, "node7.cluster"),
+        ({"SLURM_JOB_NODELIST": "node7.cluster"}, "node7"),
+        # slurm.conf may give a host another name than it has itself (NodeHostname).
+        ({"SLURMD_NODENAME": "node7"}, "cn0007"),
+        ({"SLURM_JOB_ID": None}, "login2"),
+        ({"SLURM_JOB_NODELIST": None}, "login2"),
+        # Ranks that `hpctrain run` has started where its user wanted it.
+        (launcher_variables("hpctrain", 1), "login2"),
+    ],
+)
+def test_training_on_a_host_of_the_job_is_accepted(changes, host):
+    assert survey(changed(ALLOCATED, **changes), Process(host=host)).waste is None
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("slurm", "hpctrain")])

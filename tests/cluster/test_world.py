@@ -58,6 +58,26 @@ def test_world_on_one_host(values, expected):
     assert World(rank=0, local_rank=0, **values).on_one_host is expected
 
 
+@pytest.mark.parametrize(
+    ("values", "derived"),
+    [
+        ({"world_size": 1}, {"local_world_size": 1, "node_rank": 0, "num_nodes": 1}),
+        # horovodrun provides no number of hosts, submitit's local executor no ranks of a host.
+        ({"local_world_size": 3}, {"node_rank": 0, "num_nodes": 1}),
+        ({"node_rank": 0, "num_nodes": 1}, {"local_world_size": 3}),
+        ({"num_nodes": 3}, {"local_world_size": 1}),
+        # Two hosts of three ranks: this one may have one or two.
+        ({"num_nodes": 2}, {}),
+        ({"local_world_size": 2}, {}),
+        ({"local_world_size": 1}, {}),
+        ({}, {}),
+    ],
+)
+def test_fields_that_follow_from_the_others_are_derived(values, derived):
+    fields = {"rank": 0, "world_size": 3, "local_rank": 0} | values
+    assert World(**fields).derived() == World(**fields | derived)
+
+
 def test_roster_completes_a_world():
     layout = (0, 1, 1, 0, 1)
     expected = [(0, 2, 0), (0, 3, 1), (1, 3, 1), (1, 2, 0), (2, 3, 1)]

@@ -97,8 +97,8 @@ class Start:
         stray: error if this process is not a separate rank and must not train; else None.
         overruled: whether the user set $HPCTRAIN_LAUNCHER=none although another launcher was
             found.
-        waste: error if training would leave tasks idle or repeat the same training, with the
-            command that allows it; else None.
+        waste: error if training would leave tasks or hosts of the job idle or repeat the same
+            training, with the command that allows it; else None.
     """
 
     world: World
@@ -157,7 +157,10 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         or (None if named_by_user else checks.child(claims, env, process))
         or (None if named_by_user else checks.stale(launcher.name, names, process))
         or (None if named_by_user else checks.dropped(world, job, process)),
-        waste=None if named_by_user else checks.idle(world, job, _in_step(others, env), process),
+        waste=None
+        if named_by_user
+        else checks.idle(world, job, _in_step(others, env), process)
+        or checks.elsewhere(world, job, env, process),
     )
 
 

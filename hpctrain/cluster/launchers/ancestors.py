@@ -1,12 +1,13 @@
 """Facts about the start of a process that are not in its environment.
 
-These are its arguments, its ancestors, and whether multiprocessing started it. They come from
-Linux's /proc. Without /proc there are no facts, and no process is refused because of them.
+These are its arguments, its host, its ancestors, and whether multiprocessing started it. The last
+two come from Linux's /proc. Without /proc no process is refused because of them.
 """
 
 import itertools
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -79,16 +80,19 @@ class Process:
         launched_by: nearest ancestor that launches ranks, or None.
         inherited: environment of the parent that started the process with multiprocessing; None
             if it was started in another way.
+        host: name of this host.
     """
 
     arguments: tuple[str, ...] = ()
     launched_by: Ancestor | None = None
     inherited: Mapping[str, str] | None = None
+    host: str = ""
 
     @classmethod
     def current(cls) -> "Process":
         """Collect the facts about this process."""
-        return cls(tuple(sys.orig_argv), _launched_by(os.getpid()), _inherited())
+        launched_by, inherited = _launched_by(os.getpid()), _inherited()
+        return cls(tuple(sys.orig_argv), launched_by, inherited, socket.gethostname())
 
     def facts(self) -> dict[str, str]:
         """Return the facts that launchers read with the variables."""

@@ -1,4 +1,4 @@
-"""Checks of a start whose launcher is clear: for idle tasks and for processes that are no rank.
+"""Checks of a start whose launcher is clear: for idle hosts and for processes that are no rank.
 
 Each check returns an error or None. A session raises the error when it opens, and `hpctrain
 explain` shows it as a warning. The user allows such a start with `$HPCTRAIN_LAUNCHER`, set only
@@ -12,11 +12,11 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers.ancestors import LAUNCHING, SLURM_STEP, Process
-from hpctrain.cluster.launchers.base import Claims, Environ, RendezvousPoint
+from hpctrain.cluster.launchers.base import Claims, Environ, RendezvousPoint, host_list
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
-__all__ = ["child", "dropped", "idle", "nameless", "reset", "stale"]
+__all__ = ["child", "dropped", "elsewhere", "idle", "nameless", "reset", "stale"]
 
 # Launchers that each task of a step starts, and the command with which they form one start.
 _AGENTS = {
@@ -69,6 +69,32 @@ def idle(
     )
 
 
+def elsewhere(
+    world: World, job: Allocation | None, env: Environ, process: Process
+) -> UsageError | None:
+    """Return an error if this host does not belong to the job: the shell of salloc is often there.
+
+    Args:
+        world, job, process: as for `idle`.
+        env: environment of this process. slurmd sets SLURMD_NODENAME on all hosts of a job.
+    """
+    # A person who lets `hpctrain run` start ranks there has set $HPCTRAIN_LAUNCHER for it.
+    if world.launcher == "hpctrain" or job is None or env.get("SLURMD_NODENAME"):
+        return None
+    hosts = {host.partition(".")[0] for host in host_list(env, "SLURM_JOB_NODELIST")}
+    if not hosts or not process.host or process.host.partition(".")[0] in hosts:
+        return None
+    return UsageError(
+        "HT118",
+        f"this host is {process.host}, and job {job.label} has {env['SLURM_JOB_NODELIST']}: the "
+        "training would use no host of the job",
+        "ranks on the hosts of the job",
+        f"hpctrain run {_program(process)}",
+        f"srun hpctrain run {_program(process)}",
+        f"if this is intended: env {env_vars.LAUNCHER}={world.launcher} COMMAND",
+    )
+
+
 def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     """Return an error for a manual start without a port, which could mix with another start."""
     if world.launcher != "env" or world.world_size == 1 or point.port:
@@ -91,7 +117,7 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
     value = env.get("HOROVOD_ELASTIC", "")
     if world.launcher != "horovodrun" or value in ("", "0"):
         return None
-    script = shlex.join(process.arguments[1:]) or "SCRIPT --elastic --global-batch N"
+    script = _program(process, "SCRIPT --elastic --global-batch N")
     return UsageError(
         "HT112",
         f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
@@ -99,6 +125,14 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
         "ranks that do not change; after the loss of a host, new processes that resume",
         f"hpctrain run --elastic --hosts HOST:SLOTS,HOST:SLOTS {script}",
     )
+
+
+def _program(process: Process, otherwise: str = "SCRIPT") -> str:
+    """Return the command line of a process as `hpctrain run` takes it."""
+    words = process.arguments[1:]
+    if words and words[0].startswith("-") and words[0] != "-m":  # an option of Python
+        words = ("--", *process.arguments)
+    return shlex.join(words) or otherwise
 
 
 def _corrected(process: Process) -> str:
