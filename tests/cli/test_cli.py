@@ -88,6 +88,22 @@ def test_explain_prints_each_value_with_its_variable(monkeypatch, capsys):
     assert lines[0][:2] == ["launcher", "torchrun"]
 
 
+def test_explain_shows_the_values_that_follow_from_the_variables(monkeypatch, capsys):
+    sizes = {"RANK": 1, "SIZE": 3, "LOCAL_RANK": 1, "LOCAL_SIZE": 3}
+    for name, value in sizes.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    assert main(["explain"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    found = {row.split()[0]: row.split(maxsplit=2)[1:] for row in rows}
+    assert found["local_world_size"] == ["3", "HOROVOD_LOCAL_SIZE"]
+    assert found["num_nodes"] == ["1", "follows from the other values"]
+    assert found["node_rank"] == ["0", "follows from the other values"]
+    assert main(["explain", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert (explained["num_nodes"], explained["node_rank"]) == (1, 0)
+    assert "num_nodes" not in explained["sources"]
+
+
 def test_explain_json_refuses_a_contradiction_with_one_error():
     done = hpctrain_command("explain", "--json", env={"RANK": "1"})
     assert done.returncode == 2
