@@ -174,6 +174,18 @@ def cluster(lacking):
     started.stop()
 
 
+@pytest.fixture(scope="session")
+def ssh(cluster, lacking):
+    """Return the environment in which ssh reaches the hosts."""
+    import launches
+
+    if not (cluster.ssh_folder / "ssh").exists():
+        lacking("ssh", "apt-get install openssh-server")
+    env = cluster.environ()
+    path = f"{cluster.ssh_folder}:{launches.BIN}:{env['PATH']}"
+    return {**env, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(params=("auto", "horovod"))  # auto: single for one rank, ddp for more
 def run(request, lacking):
     """Return `ranks.run` over each backend: the battery that every backend must pass."""

@@ -17,16 +17,20 @@ from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.launch.attempts import Policy
+    from hpctrain.launch.hosts import Hosts
 
 __all__ = ["add"]
 
-_ELASTIC = "hpctrain run --elastic --hosts node1:2,node2:2 SCRIPT"
+_ELASTIC = "in a batch script of Slurm: exec hpctrain run --elastic SCRIPT"
 _MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
-# Options that outside of a job would change nothing.
-_OF_A_JOB = (
+# Options that outside of a Slurm job would change nothing.
+_OF_SLURM = (
     *("direct", "once", "setting", "finish", "container", "container_env"),
-    *("stage_code", "stage_environment", "stage_data"),
+    *("stage_code", "stage_environment", "stage_data", "elastic", "max_restarts"),
+    "requeue_plain",
 )
+# Options that outside of a job would change nothing.
+_OF_A_JOB = (*_OF_SLURM, "max_attempts", "retry")
 # Options for what only agents do.
 _OF_AGENTS = ("nproc_per_node", "elastic", "stage_code", "stage_environment", "stage_data")
 # Values of `rank_environment.AS`, which is imported only when it is needed.
@@ -39,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hpctrain run [options] SCRIPT.py ARGS | -m MODULE ARGS | -- PROGRAM ARGS"
     parser.description = (
         "Start a program once for each rank, and wait for all of them. On a machine without a "
-        "launcher, the ranks start here. In a batch script of Slurm, or in the shell of salloc, "
+        "launcher, the ranks start here. In a batch script, or in the shell of an allocation, "
         "they start on all hosts of the job. Inside of a task that srun, mpirun or another "
         "launcher has started, the program becomes one rank. The program finds the variables of "
         "torchrun and of horovodrun; it need not know hpctrain."
@@ -93,6 +97,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="start a program without a Session again, too, after it has failed",
     )
     job.add_argument(
+        "--requeue-plain",
+        action="store_true",
+        help="at the end of the time, end a program without a Session by SIGTERM and requeue the "
+        "job; the program has to continue from its own checkpoints",
+    )
+    job.add_argument(
         "--setting",
         action="append",
         default=[],
@@ -125,11 +135,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "ranks (--elastic --global-batch N among its own options)",
     )
     job.add_argument(
-        "--hosts",
-        metavar="HOST:N,…",
-        help="with --elastic, outside of a job: hosts, and ranks on each, started over ssh",
-    )
-    job.add_argument(
         "--min-nproc",
         type=int,
         metavar="N",
@@ -157,10 +162,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     from hpctrain.cluster import env_vars
+    from hpctrain.cluster.launchers import Process
 
     command, script, rest = _command(arguments)
     nproc = arguments.nproc_per_node
-    env = dict(os.environ)
+    env = Process.current().own(os.environ)
     if arguments.run_dir:
         env[env_vars.RUN_DIR] = env.get(env_vars.RUN_DIR) or arguments.run_dir
     _check_combination(arguments)
@@ -173,9 +179,6 @@ def _main(arguments: argparse.Namespace) -> int:
             command, nproc or "auto", env, arguments.node_rank, arguments.nodes,
             arguments.main_address, arguments.main_port,
         )  # fmt: skip
-    if arguments.hosts is not None:
-        _check_outside_of_a_job(arguments)
-        return _over_ssh(arguments, command, script, rest, env)
     if arguments.nodes is not None or arguments.style is not None:
         _check_outside_of_a_job(arguments)
         return _simulated(arguments, command, env)
@@ -207,15 +210,35 @@ def _by_place(
         return starts.as_agent(command, nproc, env, start)
     from hpctrain.launch import starts
 
-    in_job = start.allocation is not None and start.allocation.scheduler == "slurm"
-    if not in_job or name == "hpctrain" or env.get(env_vars.LAUNCHER) == "none":
-        if arguments.elastic:
-            raise UsageError(
-                "HT804", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
-            )
-        _check_outside_of_a_job(arguments)
-        return starts.on_this_machine(command, nproc or "auto", env)
-    return _in_slurm(arguments, command, script, rest)
+    alone = name == "hpctrain" or env.get(env_vars.LAUNCHER) == "none"
+    if start.allocation is not None and start.allocation.scheduler == "slurm" and not alone:
+        return _in_slurm(arguments, command, script, rest)
+    if not alone:
+        from hpctrain.launch.in_other_jobs import hosts_of
+
+        hosts = hosts_of(env, nproc)
+        if hosts is not None:
+            _check_outside_of_a_job(arguments, _OF_SLURM)
+            return _in_other_job(hosts, arguments, command, script, rest, env)
+    _check_outside_of_a_job(arguments)
+    return starts.on_this_machine(command, nproc or "auto", env)
+
+
+def _in_other_job(
+    hosts: "Hosts",
+    arguments: argparse.Namespace,
+    command: list[str],
+    script: str,
+    rest: list[str],
+    env: Mapping[str, str],
+) -> int:
+    """Start the ranks on the hosts of a job of another scheduler, which does not requeue it."""
+    from hpctrain.launch import starts
+    from hpctrain.launch.slurm_job import stop_signals
+
+    with stop_signals(in_batch=True) as received:
+        directory = starts.run_directory(rest, script, env)
+        return starts.on_hosts(hosts, command, directory, env, _policy(arguments), received)[0]
 
 
 def _in_slurm(
@@ -223,13 +246,16 @@ def _in_slurm(
 ) -> int:
     """Start the ranks on the hosts of the job, and requeue the job if it was stopped."""
     from hpctrain.cluster import env_vars
+    from hpctrain.cluster.launchers import Process
     from hpctrain.launch import starts
-    from hpctrain.launch.in_slurm import Direct, Inside, InSlurm, Once
+    from hpctrain.launch.in_slurm import Direct, InSlurm, Once
+    from hpctrain.launch.job_hosts import Inside
     from hpctrain.launch.slurm_job import SlurmJob, stop_signals
 
     in_batch = os.environ.get("ENVIRONMENT") == "BATCH"
     with stop_signals(in_batch) as received:
-        job = SlurmJob.here(os.environ, arguments.max_restarts)
+        own = Process.current().own(os.environ)
+        job = SlurmJob.here(own, arguments.max_restarts)
         env = dict(job.env)
         setting = _setting(arguments.setting, job.allocation.array_task)
         if "--run-dir" in " ".join(rest) or not (in_batch or arguments.run_dir):
@@ -334,7 +360,7 @@ def _policy(arguments: argparse.Namespace) -> "Policy":
         raise UsageError(
             "HT804", f"--max-attempts {most}", "a number from 1 on", "--max-attempts 1"
         )
-    return Policy(most, arguments.retry, arguments.elastic, least)
+    return Policy(most, arguments.retry, arguments.elastic, least, arguments.requeue_plain)
 
 
 def _simulated(
@@ -350,24 +376,6 @@ def _simulated(
         arguments.nproc_per_node or "auto", [len(gpus) // nodes] * nodes
     )
     return starts.simulated(command, counts, env, arguments.style or "hpctrain", gpus)
-
-
-def _over_ssh(
-    arguments: argparse.Namespace,
-    command: Sequence[str],
-    script: str,
-    rest: Sequence[str],
-    env: Mapping[str, str],
-) -> int:
-    from hpctrain.launch import rank_environment, starts
-    from hpctrain.launch.hosts import parse
-    from hpctrain.launch.over_ssh import OverSsh
-
-    gpus = rank_environment.gpus_of(env)
-    (slots,) = rank_environment.layout(arguments.nproc_per_node or "auto", [len(gpus)])
-    hosts = OverSsh(parse(arguments.hosts, slots))
-    directory = starts.run_directory(rest, script, env)
-    return starts.on_hosts(hosts, command, directory, env, _policy(arguments))[0]
 
 
 def _check_script(script: str) -> None:
@@ -399,13 +407,15 @@ def _submission_folder(script: str) -> str | None:
     return None
 
 
-def _check_outside_of_a_job(arguments: argparse.Namespace) -> None:
+def _check_outside_of_a_job(
+    arguments: argparse.Namespace, names: Sequence[str] = _OF_A_JOB
+) -> None:
     """Check whether there is no option of a job, where `hpctrain run` starts ranks without one.
 
     Raises:
         UsageError: an option would have no effect.
     """
-    for name in _OF_A_JOB:
+    for name in names:
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
             raise UsageError(
@@ -441,18 +451,8 @@ def _check_combination(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: options are missing, or do not fit together.
     """
-    if arguments.elastic:
-        for name in ("nodes", "style", "node_rank", "main_address", "main_port"):
-            if getattr(arguments, name) is not None:
-                flag = "--as" if name == "style" else "--" + name.replace("_", "-")
-                raise UsageError(
-                    "HT804", f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC
-                )
-    else:
-        for name in ("hosts", "min_nproc"):
-            if getattr(arguments, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError("HT804", f"{flag} without --elastic", "both", _ELASTIC)
+    if arguments.min_nproc is not None and not arguments.elastic:
+        raise UsageError("HT804", "--min-nproc without --elastic", "both", _ELASTIC)
     options = {
         "--node-rank": arguments.node_rank,
         "--main-address": arguments.main_address,

@@ -263,22 +263,19 @@ CODES: dict[str, Code] = {
         "HPCTRAIN_SECRET of its own.",
     ),
     "HT210": Code(
-        "A host cannot be used for an elastic start.",
-        (
-            "A connection with ssh fails, asks for a password, or gets no answer.",
-            "The name of the host does not resolve, or no network leads to it.",
-            "Slurm has taken the host out of the job.",
-        ),
-        "Run `ssh HOST true` to see the reason, or leave the host out of --hosts.",
+        "A host of the job cannot be used.",
+        ("Slurm has taken the host out of the job.",),
+        "Run `scontrol show node HOST` or `ssh HOST true` to see the reason, and submit the job "
+        "without the host.",
     ),
     "HT211": Code(
-        "A program that starts ranks over ssh is missing on this host.",
+        "The hosts of a job of PBS, LSF or Flux cannot be read, or their launcher is missing.",
         (
-            "Horovod is not installed in this environment.",
-            "There is no ssh client in PATH, as in many containers.",
+            "No module of MPI is loaded, so mpirun is not in PATH.",
+            "The file of PBS with the job's hosts is not readable here.",
         ),
-        "Run `hpctrain horovod build`, or install an ssh client. In a Slurm job, leave --hosts "
-        "out: srun then starts the ranks.",
+        "Load a module of MPI before the command, or start the ranks of each host with "
+        "`hpctrain run --node-rank`.",
     ),
     "HT212": Code(
         "The system cannot start the process of a rank.",
@@ -290,14 +287,13 @@ CODES: dict[str, Code] = {
         "Start fewer ranks, or raise the limits with `ulimit -u` and `ulimit -n`.",
     ),
     "HT213": Code(
-        "The number of ranks or the list of hosts for a start is not valid.",
+        "The number of ranks for a start is not valid.",
         (
             "The number of values in --nproc-per-node is not the number of nodes.",
             "Several `hpctrain run` of one start have different values of --nproc-per-node.",
-            "The list in --hosts is empty, has a host twice, or a number of ranks below 1.",
             "There would be more than 1024 ranks on one machine.",
         ),
-        "Correct the option, as in `--nodes 2 --nproc-per-node 2,1` or `--hosts node1:4,node2:4`.",
+        "Correct the option, as in `--nodes 2 --nproc-per-node 2,1`.",
     ),
     "HT214": Code(
         "An argument of hpctrain.spawn has the wrong type or value.",

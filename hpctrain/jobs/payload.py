@@ -19,7 +19,8 @@ _AS_SCRIPT = "hpctrain submit --via sbatch, which submits only a script"
 # Fields that a submitit job cannot have, and what to do instead.
 _UNSUPPORTED = {
     **dict.fromkeys(
-        ("container", "stage_code", "stage_environment", "stage_data", "elastic"), (_AS_SCRIPT,)
+        ("container", "stage_code", "stage_environment", "stage_data", "elastic", "requeue_plain"),
+        (_AS_SCRIPT,),
     ),
     "array": ("one submit() for each index", _AS_SCRIPT),
     "sweep": ("[hpctrain.submit(train, spec, kwargs=one) for one in …]", _AS_SCRIPT),

@@ -172,8 +172,8 @@ def _run(spec: JobSpec, tree: str) -> list[str]:
         options += ["--container-env", quote(",".join(spec.environment))]
     if spec.max_restarts is not None:
         options += ["--max-restarts", str(spec.max_restarts)]
-    if spec.elastic:
-        options.append("--elastic")
+    for name in ("elastic", "requeue_plain"):
+        options += [f"--{name.replace('_', '-')}"] if getattr(spec, name) else []
     for setting in spec.sweep:
         text = " ".join(f"--{name} {shlex.quote(value)}" for name, value in setting)
         options += _option("setting", text)
@@ -194,8 +194,7 @@ def _program(spec: JobSpec) -> tuple[list[str], list[str]]:
     inside = bool(spec.container or spec.stage_environment)
     if inside or spec.launcher != "hpctrain" or not _starts_python(argv):
         program = ["hpctrain"]
-        by_path = argv and os.path.isabs(argv[0]) and is_python(argv[0])
-        if spec.launcher == "srun" and by_path and not inside:
+        if argv and os.path.isabs(argv[0]) and is_python(argv[0]) and not inside:
             # Its environment may not be on the PATH, as with a job of submitit.
             program = [quote(argv[0]), "-m", "hpctrain"]
         return [*program, "run"], ["--", *map(quote, argv)]

@@ -143,6 +143,12 @@ class JobSpec:
         "SECONDS",
     )
     requeue: bool = _field(values.flag, True, "start the job again after it was stopped")
+    requeue_plain: bool = _field(
+        values.flag,
+        False,
+        "at the end of the time, end a program without a Session by SIGTERM and start the job "
+        "again; the program has to continue from its own checkpoints",
+    )
     max_restarts: int | None = _field(
         values.integer(0),
         None,
@@ -284,6 +290,7 @@ class JobSpec:
             ("throttle", "array or sweep", self.indices),
             ("container_runtime", "container", self.container),
             ("max_restarts", "requeue", self.requeue),
+            ("requeue_plain", "requeue", self.requeue),
         ):
             if getattr(self, name) and not is_set:
                 problems.append((f"{name} without {other_name}", "both"))

@@ -1,6 +1,7 @@
 """Agent: the process on each host of a start that starts the ranks of its host.
 
     python -m hpctrain.launch.agent         with a `Plan` in $HPCTRAIN_AGENT
+    python -m hpctrain.launch.agent FILE    with a JSON object: the plan, and the environment
 
 The agents find each other by the rendezvous, as ranks do. So each knows all hosts, the number of
 ranks on each, and the address of the first host, where the stores for programs without a session
@@ -120,6 +121,9 @@ class End:
 
 def main() -> int:
     """Run the agent of this host, and return its exit code."""
+    if len(sys.argv) > 1:
+        record = json.loads(Path(sys.argv[1]).read_text())
+        os.environ.update({**record["environ"], env_vars.AGENT: record["plan"]})
     plan = Plan(**json.loads(os.environ[env_vars.AGENT]))
     env = {name: value for name, value in os.environ.items() if name != env_vars.AGENT}
     try:

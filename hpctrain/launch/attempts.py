@@ -41,12 +41,14 @@ class Policy:
         plain: whether a program without a session is started again, too.
         elastic: whether an attempt may have fewer hosts than the one before.
         least: smallest number of ranks.
+        requeue_plain: whether a stop signal ends a program without a session, and counts as a stop.
     """
 
     most: int = exit_codes.MOST_FRUITLESS
     plain: bool = False
     elastic: bool = False
     least: int = 1
+    requeue_plain: bool = False
 
 
 def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
@@ -161,10 +163,17 @@ def _attempts(
         before = _newest(directory)
         folder = common / str(number)
         folder.mkdir(mode=0o700)
-        attempt = Attempt(command, environ, folder, launch, number, bool(received))
+        plain = policy.requeue_plain
+        if plain and received:
+            return exit_codes.STOPPED, "a signal"
+        attempt = Attempt(command, environ, folder, launch, number, bool(received), plain)
         end = hosts.run(remaining, attempt)
         recorded = read_exit_status(folder / "exit-status-0")
-        result = settled(end.code, recorded, end.stopped or bool(received))
+        stopped = end.stopped or bool(received)
+        if plain and stopped and not failure_record.sessions(folder):
+            # Whatever its exit code: a program that has already done its work does no more.
+            return exit_codes.STOPPED, "a signal"
+        result = settled(end.code, recorded, stopped)
         if result is not None:
             _report(end.first, end, recorded)
             return result

@@ -7,7 +7,7 @@ ranks from its standard input, one per line, and `end` at a regular end. After `
 input or its parent ends, it kills the process group of each rank, and every process of this user
 that was started with MARKER (`NAME=VALUE`) in its environment. The marker finds processes that left
 a rank's group. It does not find processes that left the group and also removed the marker. Without
-an `end`, the guard also removes FOLDER. With PARENT_PID 0 it ignores the parent, as over ssh.
+an `end`, the guard also removes FOLDER.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _read_input(parent: int) -> bytes:
         data = os.read(0, 1 << 16) if ready else b""
         received += data
         ended = received.endswith(b"end\n") or (ready and not data)
-        if ended or (parent and not ready and os.getppid() != parent):
+        if ended or (not ready and os.getppid() != parent):
             return received
 
 

@@ -1,24 +1,17 @@
-"""Interface for starting ranks on hosts that may be lost; see `over_ssh` and `in_slurm`.
+"""Interface for starting ranks on hosts that may be lost; see `in_slurm` and `under_mpirun`.
 
 Python, hpctrain, the script and the run directory must have the same paths on all hosts.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.cluster.hostlist import expand
-from hpctrain.errors import UsageError
 from hpctrain.launch.agent import FirstFailure
 
-__all__ = ["Attempt", "Hosts", "HostsEnd", "parse", "read_ends"]
-
-# Commas separate the hosts, except commas in brackets.
-_ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
-_SLOTS = re.compile(r"(.+):([0-9]{1,4})\Z")
+__all__ = ["Attempt", "Hosts", "HostsEnd", "read_ends"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +26,7 @@ class Attempt:
         launch: name of the launcher's run, the same for all its attempts.
         number: number of earlier attempts.
         stopping: whether the ranks are to stop at once, as a signal has come before.
+        ends_plain: whether a stop signal ends a program without a session.
     """
 
     command: Sequence[str]
@@ -41,6 +35,7 @@ class Attempt:
     launch: str
     number: int
     stopping: bool = False
+    ends_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,37 +108,3 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
         ranks=ends[0]["ranks"] if ends else 0,
         usage=bool(ends) and all(end["usage"] for end in ends),
     )
-
-
-def parse(text: str, slots: int) -> dict[str, int]:
-    """Return the ranks of each host from a text such as `node[1-2]:4,node7`.
-
-    Args:
-        text: hosts, separated by commas: a Slurm host list with an optional `:N` after each name.
-        slots: number of ranks of a host without `:N`.
-
-    Raises:
-        UsageError: the text has no host, or a host twice, or is not a host list.
-    """
-    found: dict[str, int] = {}
-    items = _ITEM.findall(text)
-    if ",".join(items) != text:
-        items = [text]  # a bracket is not closed; `expand` raises the error
-    for item in items:
-        match = _SLOTS.match(item)
-        name, count = (match[1], int(match[2])) if match else (item, slots)
-        for host in expand(name):
-            if host in found or ":" in host or not count:
-                raise UsageError(
-                    "HT213",
-                    f"--hosts {text}: {item}",
-                    "names or IPv4 addresses, each once, and a number of ranks from 1 on",
-                    "--hosts node1:4,node2:4",
-                    "--hosts 'node[1-2]:4'",
-                )
-            found[host] = count
-    if not found:
-        raise UsageError(
-            "HT213", f"--hosts {text!r} names no host", "hosts", "--hosts node1:4,node2:4"
-        )
-    return found

@@ -1,11 +1,7 @@
 """Start of ranks in a Slurm job: by an agent on each host, by srun, or by a program of the user."""
 
-import json
-import queue
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars, slurm
@@ -14,13 +10,14 @@ from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError
 from hpctrain.launch import rank_environment, supervisor
-from hpctrain.launch.agent import FirstFailure, Plan
+from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.containers import pyxis
-from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
+from hpctrain.launch.hosts import Attempt, HostsEnd
+from hpctrain.launch.job_hosts import Inside, JobHosts
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.process import failure_record
 
-__all__ = ["Direct", "InSlurm", "Inside", "Once"]
+__all__ = ["Direct", "InSlurm", "Once"]
 
 # After sbatch --export=NONE, the tasks of srun would get no variable.
 _EXPORT = "SLURM_EXPORT_ENV"
@@ -38,24 +35,7 @@ _OF_THE_STEP = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """What surrounds the ranks on each host.
-
-    Attributes:
-        staging: code, environment and data that each host copies, as in `Plan`.
-        container: image in which the ranks run; empty for none.
-        variables: names of variables that override those of the image.
-        label: label of the job and number of its start.
-    """
-
-    staging: Sequence[str] = ("", "", "")
-    container: str = ""
-    variables: Sequence[str] = ()
-    label: str = "0-0"
-
-
-class InSlurm:
+class InSlurm(JobHosts):
     """Hosts of a Slurm job; a job submitted with --no-kill survives the loss of some hosts.
 
     srun starts an agent on each.
@@ -74,19 +54,15 @@ class InSlurm:
     def __init__(
         self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
     ) -> None:
-        self.names: Sequence[str] = hosts_of_job(env)
-        counts: Sequence[int] | None = None
+        names = hosts_of_job(env)
         if nproc is None:
-            counts = _tasks(env, self.names)
-        elif nproc != "auto":
-            counts = rank_environment.layout(nproc, [0] * len(self.names))
-        self._counts = dict(zip(self.names, counts or [0] * len(self.names), strict=True))
+            counts = _tasks(env, names) or [0] * len(names)
+        elif nproc == "auto":
+            counts = [0] * len(names)
+        else:
+            counts = list(rank_environment.layout(nproc, [0] * len(names)))
+        super().__init__(dict(zip(names, counts, strict=True)), inside)
         self._env = env
-        self._inside = inside or Inside()
-
-    def ranks(self, host: str) -> int:
-        """Return the number of ranks of a host; 1 if its agent decides."""
-        return self._counts.get(host) or 1
 
     def present(self, launch: str) -> list[str]:
         """Return the hosts that are still in the job; Slurm itself ends the tasks of a step."""
@@ -104,55 +80,12 @@ class InSlurm:
         """Return what to type if a host cannot be used."""
         return (f"scontrol show node {host} (shows the reason)", f"#SBATCH --exclude={host}")
 
-    def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
-        """Start the ranks, and wait until they have ended."""
-        stop_file = attempt.folder / "stop"
-        start = f"{attempt.launch}/{attempt.number}"
-        environ = {**attempt.environ, env_vars.STOP_FILE: str(stop_file), env_vars.START: start}
-        if attempt.stopping:
-            stop_file.touch()
-        command, environ, exit_status_file = self._step(hosts, attempt, environ)
-        events: supervisor.Events = queue.SimpleQueue()
-
-        def forward(number: int) -> str:
-            # A signal to srun would end the step at once. All ranks see a stop file.
-            stop_file.touch()
-            if failure_record.sessions(attempt.folder):
-                return "stops the run, which saves first"
-            if number in (signal.SIGUSR1, signal.SIGUSR2):
-                return "stops the run as soon as its Session is open"
-            events.put(number)
-            return "ends the ranks, which have no Session"
-
-        outcome = supervisor.run(
-            command,
-            {0: environ},
-            exit_status_file,
-            labelled=False,
-            events=events,
-            temporary=False,
-            forward=forward,
-        )
-        return self._end(attempt.folder, outcome)
-
     def _step(
         self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
     ) -> tuple[list[str], dict[str, str], Path]:
-        """Return command, environment and exit status file of the process to start."""
-        counts = [str(self._counts[host]) for host in hosts if self._counts[host]]
-        nproc = ",".join(counts) or "auto"
-        plan = Plan(
-            attempt.command,
-            nproc,
-            str(attempt.folder),
-            attempt.launch,
-            attempt.number,
-            staging=self._inside.staging,
-            container=self._inside.container,
-            label=self._inside.label,
-        )
+        """Return an srun that starts an agent on each host."""
         environ = {name: value for name, value in environ.items() if name not in _OF_THE_STEP}
-        environ[env_vars.AGENT] = json.dumps(asdict(plan))
+        environ[env_vars.AGENT] = self._plan(hosts, attempt)
         count = len(hosts)
         command = [
             # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
@@ -163,9 +96,6 @@ class InSlurm:
         step = attempt.folder / "step"
         step.mkdir(mode=0o700)
         return command, environ, step / "exit-status"
-
-    def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
-        return read_ends(folder, outcome.code, outcome.signal is not None)
 
 
 class Once(InSlurm):

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import subprocess
 import time
-from pathlib import Path
 
 import launches
 import pytest
@@ -37,16 +35,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 PATIENCE = 400
 FEW = 10  # steps of a run without a fault
-
-
-@pytest.fixture(scope="session")
-def ssh(cluster, lacking):
-    """Return the environment in which ssh reaches the hosts."""
-    if not (cluster.ssh_folder / "ssh").exists():
-        lacking("ssh", "apt-get install openssh-server")
-    env = cluster.environ()
-    path = f"{cluster.ssh_folder}:{launches.BIN}:{env['PATH']}"
-    return {**env, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -179,96 +167,15 @@ def test_horovod_batch_script_has_eight_ranks_on_four_hosts(
 
 
 @contextlib.contextmanager
-def power_off(cluster, host, silently=False):
+def power_off(cluster, host):
     """Power a host off for as long as the block lasts."""
     try:
-        cluster.power_off(host, silently)
+        cluster.power_off(host)
         yield
     finally:
         cluster.power_on(host)
         cluster.run(["scontrol", "update", f"nodename={host}", "state=resume"])
         cluster.clear()
-
-
-def find_ranks(folder):
-    """Return, by process id, the environments of the ranks whose run directory is in a folder."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-            env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            if env.get("HPCTRAIN_RUN_DIR", "").startswith(str(folder)):
-                found[int(process.name)] = env
-    return found
-
-
-@contextlib.contextmanager
-def elastic(cluster, folder, env, *command):
-    """Run `hpctrain run --elastic` on node1, and end all that it started."""
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            cluster.command(
-                [launches.PYTHON, "-m", "hpctrain", "run", "--elastic", *command], "node1"
-            ),
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("silently", [False, True])
-def test_elastic_horovodrun_continues_without_a_lost_host(
-    horovod, cluster, ssh, reference, tmp_path, silently
-):
-    (tmp_path / "slow.py").write_text(SLOW)
-    script = ("slow.py", str(launches.EXAMPLE), *HOROVOD, "--elastic", "--run-dir", "run")
-    run = tmp_path / "run"
-    with elastic(cluster, tmp_path, ssh, "--hosts", "node[1-3]:1", *script) as process:
-        wait((run / "checkpoints" / "step-00000005").exists)
-        with power_off(cluster, "node2", silently):
-            code = process.wait(PATIENCE)
-    log = (tmp_path / "log").read_text()
-    assert code == 0, log
-    check_steps(run, reference)
-    assert [world["world_size"] for world in worlds(run)] == [3, 2]
-    assert worlds(run)[1]["hosts"] == ["node1", "node3"]
-    assert "hpctrain: start 2: 2 ranks on 2 of 3 hosts, without node2; from step " in log
-    assert {path.name for path in run.glob(".*")} <= {".lock.turn"}
-    assert not find_ranks(tmp_path)
-
-
-SLEEPS = (
-    "import pathlib, os, time; pathlib.Path(os.environ['HOROVOD_RANK']).touch(); time.sleep(600)"
-)
-
-
-@pytest.mark.slow
-def test_elastic_horovodrun_leaves_no_process_and_shows_no_secret(horovod, cluster, ssh, tmp_path):
-    (tmp_path / "sleeps.py").write_text(SLEEPS)
-    env = {**ssh, "HPCTRAIN_SECRET": "a-word-to-nobody", "MY_PASSWORD": "a-second-one"}
-    with elastic(cluster, tmp_path, env, "--hosts", "node[1-3]:1", "sleeps.py") as process:
-        wait(lambda: all((tmp_path / rank).exists() for rank in "012"))
-        ranks = find_ranks(tmp_path)
-        everybody = b"".join(
-            path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
-        )
-        process.kill()
-        process.wait()
-        wait(lambda: not find_ranks(tmp_path))
-    assert len(ranks) == 3
-    for env in ranks.values():
-        assert env["HPCTRAIN_SECRET"] == "a-word-to-nobody"
-        assert env["MY_PASSWORD"] == "a-second-one"
-    assert b"a-word-to-nobody" not in everybody
-    assert b"a-second-one" not in everybody
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from hpctrain.errors.exit_codes import MOST_FRUITLESS
 from hpctrain.launch import attempts, starts
 from hpctrain.launch.agent import End, FirstFailure
 from hpctrain.launch.attempts import Policy
-from hpctrain.launch.hosts import Attempt, HostsEnd, parse, read_ends
+from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
 from hpctrain.launch.in_slurm import InSlurm
 from hpctrain.rundir.exit_status import write_exit_status
 
@@ -64,15 +64,6 @@ def test_ranks_start_again_after_a_failure_only(code, saved_code, stopped, end):
 def test_run_is_given_up_after_attempts_without_progress(first, changed, fruitless, most, end):
     decided = attempts.hopeless(FAILED, first, changed, fruitless, most)
     assert (decided and decided[0]) == end
-
-
-def test_hosts_option_is_a_hostlist_with_slots():
-    assert parse("node[1-2]:4,node7", 2) == {"node1": 4, "node2": 4, "node7": 2}
-    assert list(parse("b:1,a:3", 1).items()) == [("b", 1), ("a", 3)]
-    for wrong in ("", ",", "a:1,a:2", "a:0", "[fd77::1]:2", "fd77::", "node[1-", "a:b"):
-        with pytest.raises(UsageError) as caught:
-            parse(wrong, 1)
-        assert caught.value.code == ("HT105" if "[" in wrong else "HT213")
 
 
 def test_run_directory_is_that_of_the_script_or_the_default(monkeypatch, tmp_path):
@@ -313,7 +304,7 @@ def slurm(tmp_path):
 
 def test_hosts_in_slurm_are_those_left_in_the_job(slurm):
     hosts = InSlurm(JOB)
-    assert hosts.names == ("node1", "node2", "node3")
+    assert hosts.names == ["node1", "node2", "node3"]
     slurm.command("squeue", "815 node[1,3]")
     assert InSlurm({**JOB, **slurm.env}).present("") == ["node1", "node3"]
     assert "--job=815" in slurm.calls.read_text()
@@ -389,13 +380,11 @@ def test_srun_starts_one_agent_on_each_host(slurm, tmp_path):
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        (["--hosts", "a:1"], "--hosts without --elastic"),
         (["--min-nproc", "2"], "--min-nproc without --elastic"),
-        (["--elastic"], "--elastic without --hosts, outside of a Slurm job"),
-        (["--elastic", "--hosts", "a:1", "--as", "slurm"], "--elastic with --as"),
-        (["--elastic", "--hosts", "a:1", "--nodes", "2"], "--elastic with --nodes"),
-        (["--elastic", "--hosts", "a:1,a:1"], "--hosts a:1,a:1"),
-        (["--elastic", "--hosts", "localhost:2", "--min-nproc", "0"], "--min-nproc 0"),
+        (["--elastic"], "--elastic outside of a batch script of Slurm"),
+        (["--elastic", "--as", "slurm"], "--elastic outside of a batch script of Slurm"),
+        (["--retry"], "--retry outside of a batch script"),
+        (["--max-attempts", "2"], "--max-attempts outside of a batch script"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, found, tmp_path, capsys):

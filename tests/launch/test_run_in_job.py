@@ -176,9 +176,8 @@ def test_signal_after_the_ranks_have_ended_changes_nothing(slurm, name):
 def begin():
     """Return a function that starts `hpctrain run` in the background."""
     with processes.background() as begin:
-        yield lambda line: begin(
-            [launches.PYTHON, "-m", "hpctrain", "run", "--once", "--", "sh", "-c", line]
-        )
+        command = [launches.PYTHON, "-m", "hpctrain", "run", "--once"]
+        yield lambda line, *options: begin([*command, *options, "--", "sh", "-c", line])
 
 
 def test_signal_becomes_a_stop_file_and_spares_the_ranks(slurm, begin):
@@ -206,6 +205,25 @@ def test_sigterm_or_a_second_signal_ends_ranks_without_a_session(slurm, begin, n
     process.communicate(timeout=processes.PATIENCE)
     assert process.returncode == -signal.SIGTERM
     assert calls(slurm) == ["scontrol requeue incomplete 7"]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_requeue_plain_ends_a_program_without_a_session_by_sigterm(slurm, begin, code):
+    slurm.command("scontrol", more="kill -TERM $PPID")
+    save = f"trap 'echo saved; exit {code}' TERM; "
+    process = begin(f"{save}echo ready; while :; do sleep 0.02; done", "--requeue-plain")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR2)
+    out, _ = process.communicate(timeout=processes.PATIENCE)
+    assert (process.returncode, out) == (-signal.SIGTERM, "saved\n")
+    assert calls(slurm) == ["scontrol requeue incomplete 7"]
+
+
+def test_requeue_plain_starts_no_rank_after_a_signal(slurm):
+    slurm.command("squeue", more="[ -e sent ] || kill -USR2 $PPID; touch sent; echo 7 node1")
+    assert run("touch ran", "--requeue-plain") == 75
+    assert Path("sent").exists()
+    assert not Path("ran").exists()
 
 
 # --- options of a job

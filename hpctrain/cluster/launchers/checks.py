@@ -123,7 +123,7 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
         f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
         "--host-discovery-script, and would change the ranks of running processes",
         "ranks that do not change; after the loss of a host, new processes that resume",
-        f"hpctrain run --elastic --hosts HOST:SLOTS,HOST:SLOTS {script}",
+        f"in a batch script of Slurm: exec hpctrain run --elastic {script}",
     )
 
 

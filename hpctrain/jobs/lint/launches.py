@@ -47,7 +47,9 @@ _AGENT_MODULES = frozenset(
 _PYTHON = re.compile(r"python\d*(\.\d+)?\Z")
 _RUN = "hpctrain run"
 # Options of `hpctrain run` without an argument; all others before the program have one.
-_RUN_FLAGS = frozenset(("--direct", "--elastic", "--help", "--module", "--once", "--retry"))
+_RUN_FLAGS = frozenset(
+    ("--direct", "--elastic", "--help", "--module", "--once", "--requeue-plain", "--retry")
+)
 _NO_TRAINING = frozenset(("pip", "venv", "compileall", "site", "zipfile", "json.tool", "hpctrain"))
 _SMALL = _listed(
     """

@@ -1,0 +1,146 @@
+"""Hosts of a job of PBS, LSF or Flux: mpirun or `flux run` starts an agent on each."""
+
+import json
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.cluster import commands, env_vars
+from hpctrain.cluster.launchers.base import hosts_of_job
+from hpctrain.errors import StartError
+from hpctrain.launch import rank_environment
+from hpctrain.launch.hosts import Attempt
+from hpctrain.launch.job_hosts import JobHosts
+
+__all__ = ["hosts_of"]
+
+_SECONDS_TO_ANSWER = 30.0
+
+
+class _OtherJob(JobHosts):
+    """Hosts of a job without a command that shows which of them are lost."""
+
+    def present(self, launch: str) -> list[str]:
+        """Return all hosts."""
+        del launch
+        return list(self.names)
+
+    def fixes(self, host: str) -> Sequence[str]:
+        """Return what to type if a host cannot be used."""
+        return (f"ssh {host} true (shows the reason)",)
+
+    def _step(
+        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
+    ) -> tuple[list[str], dict[str, str], Path]:
+        """Return a command that starts an agent on each host."""
+        environ.setdefault(env_vars.MAIN_ADDRESS, hosts[0])  # MPICH's mpirun does not set it
+        # Not each launcher passes the environment to other hosts, and command lines are public.
+        file = attempt.folder / "agent.json"
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
+            json.dump({"plan": self._plan(hosts, attempt), "environ": environ}, stream)
+        step = attempt.folder / "step"
+        step.mkdir(mode=0o700)
+        agent = [sys.executable, "-m", "hpctrain.launch.agent", str(file)]
+        return [*self._starter(hosts, environ), *agent], environ, step / "exit-status"
+
+    @abstractmethod
+    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """Return the words before a command that start it once on each host, bound to no core."""
+
+
+class _UnderMpirun(_OtherJob):
+    """Hosts on which mpirun starts the agents.
+
+    Sources: mpirun(1) of Open MPI 4.1 and 5.0; "Using the Hydra Process Manager" of MPICH;
+    "Hydra Environment Variables" and "Hydra Command-line Options" of Intel MPI.
+    """
+
+    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        names = ",".join(hosts)
+        command = ["mpirun", "-n", str(len(hosts))]
+        version = _answer("mpirun", "--version")
+        if "HYDRA" in version or "Intel" in version:
+            return [*command, "-ppn", "1", "-hosts", names, "-genv", "I_MPI_PIN", "0"]
+        path = ["-x", "PYTHONPATH"] if env.get("PYTHONPATH") else []
+        return [*command, "--host", names, "--bind-to", "none", *path]
+
+
+class _UnderFlux(_OtherJob):
+    """Hosts on which `flux run` starts the agents.
+
+    Source: flux-run(1) of flux-core.
+    """
+
+    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        del env
+        count = str(len(hosts))
+        return ["flux", "run", "--nodes", count, "--ntasks", count, "-o", "cpu-affinity=off"]
+
+
+def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
+    """Return the hosts of the job of PBS, LSF or Flux in which this process runs.
+
+    Args:
+        env: environment of the job's script or shell.
+        nproc: number of ranks of each host, as `rank_environment.layout` takes it; None for the
+            processes of the job if PBS was asked for more than one on a host, else one for each
+            GPU.
+
+    Returns:
+        The hosts; None outside of such a job, or if it has a single host.
+
+    Raises:
+        StartError: the hosts cannot be read, or there is no launcher.
+        UsageError: `nproc` does not fit the hosts.
+    """
+    counts: dict[str, int] = {}
+    if env.get("FLUX_URI"):
+        # Source: flux-hostlist(1). In a batch script it lists the hosts of the script's instance.
+        counts = dict.fromkeys(_answer("flux", "hostlist", "--expand").split(), 0)
+    elif env.get("PBS_NODEFILE"):
+        try:
+            lines = Path(env["PBS_NODEFILE"]).read_text().split()
+        except OSError as error:
+            raise StartError(
+                "HT211",
+                f"PBS_NODEFILE={env['PBS_NODEFILE']}: {error}",
+                "the list of the job's hosts",
+                "type the command in the job's script or shell",
+            ) from None
+        # One line for each process of `mpiprocs`.
+        counts = {host: lines.count(host) for host in lines}
+        if max(counts.values(), default=0) < 2:
+            counts = dict.fromkeys(counts, 0)
+    else:
+        counts = dict.fromkeys(hosts_of_job(env), 0)
+    if len(counts) < 2:
+        return None
+    if nproc == "auto":
+        counts = dict.fromkeys(counts, 0)
+    elif nproc is not None:
+        ranks = rank_environment.layout(nproc, [0] * len(counts))
+        counts = dict(zip(counts, ranks, strict=True))
+    return (_UnderFlux if env.get("FLUX_URI") else _UnderMpirun)(counts)
+
+
+def _answer(*command: str) -> str:
+    """Return what a command prints.
+
+    Raises:
+        StartError: there is no such command, or it fails.
+    """
+    try:
+        result = commands.run(list(command), _SECONDS_TO_ANSWER)
+        if result.returncode == 0:
+            return result.stdout
+        reason = result.stderr.strip() or f"exit code {result.returncode}"
+    except commands.NoAnswerError as error:
+        reason = str(error)
+    raise StartError(
+        "HT211",
+        f"{' '.join(command)}: {reason}",
+        f"{command[0]}, which starts an agent on each host of the job",
+        f"PATH=…:$PATH or module load …, so that {command[0]} is found",
+    )

@@ -1,0 +1,140 @@
+"""`hpctrain run` in jobs of PBS and Flux: mpirun or `flux run` starts an agent on each host.
+
+The job is a stand-in, as no PBS and no Flux runs here: the variables and files of its batch script.
+mpirun is real, and starts the agents over ssh on the hosts of the tests. `flux` is a stand-in, made
+after its manual.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import launches
+import pytest
+
+RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
+PATIENCE = 120
+SHOW = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "WORD")
+print(json.dumps([os.uname().nodename, *map(os.environ.get, names)]))
+print("arguments", " ".join(open("/proc/%d/cmdline" % os.getppid()).read().split(chr(0))))
+sys.exit(3 if os.environ.get("FAILS") == os.environ["RANK"] else 0)
+"""
+
+
+@pytest.fixture
+def program():
+    """Return the name of a program that prints its place, in the folder of this test."""
+    Path("show.py").write_text(SHOW)
+    return "show.py"
+
+
+def pbs(*hosts):
+    """Return the variables of a batch script of PBS."""
+    Path("nodes").write_text("".join(f"{host}\n" for host in hosts))
+    return {"PBS_JOBID": "12.server", "PBS_NODEFILE": os.path.abspath("nodes")}
+
+
+def places(output):
+    """Return what each rank has printed, in the order of the ranks."""
+    lines = [line.split(": ", 1)[-1] for line in output.splitlines()]
+    return sorted((json.loads(line) for line in lines if line[0] == "["), key=lambda row: row[1])
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
+def test_mpirun_starts_the_ranks_on_all_hosts_of_a_pbs_job(
+    cluster, ssh, lacking, tmp_path, program, kind
+):
+    real = shutil.which(f"mpirun.{kind}")
+    if real is None:
+        lacking(kind, f"no mpirun.{kind} here")
+    (tmp_path / "bin").mkdir()
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    mpirun.chmod(0o755)
+    env = {**ssh, **pbs("node1", "node1", "node2", "node3"), "WORD": "hidden", "FAILS": "2"}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env["PATH"] = f"{mpirun.parent}:{env['PATH']}"
+    done = subprocess.run(
+        cluster.command([*RUN, program], "node1"), cwd=tmp_path, env=env, timeout=PATIENCE,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert places(done.stdout) == [
+        ["node1", "0", "4", "0", "0", "hidden"],
+        ["node1", "1", "4", "1", "0", "hidden"],
+        ["node2", "2", "4", "0", "1", "hidden"],
+        ["node3", "3", "4", "0", "2", "hidden"],
+    ], done
+    assert "hidden" not in "".join(line for line in done.stdout.splitlines() if "argu" in line)
+    assert "hpctrain: rank 2 on node2 failed first, with exit code 3" in done.stderr
+    assert done.returncode == 3
+    assert not list(tmp_path.glob("runs/*/.attempts*"))
+
+
+def test_pbs_job_of_one_host_needs_no_mpirun(program):
+    env = launches.environ(**pbs("a", "a"), PATH="/nowhere")
+    done = subprocess.run(
+        [*RUN, "--nproc-per-node", "2", program], env=env, timeout=PATIENCE, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert [row[1:3] for row in places(done.stdout)] == [["0", "2"], ["1", "2"]], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ((), "HT211"),
+        (("--max-restarts", "1"), "--max-restarts outside of a batch script of Slurm"),
+        (("--nproc-per-node", "1,1,1"), "--nproc-per-node 1,1,1 for 2 nodes"),
+    ],
+)
+def test_pbs_job_is_refused_without_mpirun_or_with_wrong_options(program, options, text):
+    env = launches.environ(**pbs("a", "b"), PATH="/nowhere")
+    done = subprocess.run(
+        [*RUN, *options, program], env=env, timeout=PATIENCE, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert text in done.stderr
+    assert done.stderr.count("hpctrain: error: ") == 1
+
+
+FLUX = """#!/usr/bin/env python3
+import os, subprocess, sys
+if sys.argv[1:] == ["hostlist", "--expand"]:
+    print("a b c")
+    sys.exit()
+assert sys.argv[1:8] == "run --nodes 3 --ntasks 3 -o cpu-affinity=off".split(), sys.argv
+tasks = [
+    subprocess.Popen(sys.argv[8:], env={
+        **os.environ, "FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": "3", "FLUX_TASK_LOCAL_ID": "0",
+        "FLUX_JOB_NNODES": "3", "FLUX_JOB_ID": "f1", "HPCTRAIN_HOSTNAME": "abc"[rank],
+    })
+    for rank in range(3)
+]
+sys.exit(max([task.wait() for task in tasks]))
+"""
+
+
+def test_flux_starts_an_agent_on_each_host(tmp_path, program):
+    (tmp_path / "flux").write_text(FLUX)
+    (tmp_path / "flux").chmod(0o755)
+    env = launches.environ(
+        FLUX_URI="local:///run/x",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        HPCTRAIN_MAIN_ADDRESS="127.0.0.1",  # the hosts are one
+    )
+    done = subprocess.run(
+        [*RUN, "--nproc-per-node", "2,1,1", program], env=env, timeout=PATIENCE,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert [row[1:5] for row in places(done.stdout)] == [
+        ["0", "4", "0", "0"],
+        ["1", "4", "1", "0"],
+        ["2", "4", "0", "1"],
+        ["3", "4", "0", "2"],
+    ], done.stderr
+    assert done.returncode == 0
