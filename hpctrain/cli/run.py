@@ -342,11 +342,14 @@ def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
         )
     if is_program and not arguments.module:
         return words, words[0], words[1:]
+    # The Python of a container or of an unpacked environment is the first one in its PATH.
+    elsewhere = arguments.container or arguments.stage_environment
+    python = "python" if elsewhere else sys.executable
     if arguments.module:
-        return [sys.executable, "-m", *words], words[0].rpartition(".")[2], words[1:]
-    if not arguments.code:  # else the script is in the snapshot
+        return [python, "-m", *words], words[0].rpartition(".")[2], words[1:]
+    if not (arguments.code or arguments.container):  # else it is in the snapshot or the image
         _check_script(os.path.join(arguments.stage_code, words[0]))
-    return [sys.executable, *words], words[0], words[1:]
+    return [python, *words], words[0], words[1:]
 
 
 def _policy(arguments: argparse.Namespace) -> "Policy":

@@ -345,21 +345,21 @@ def test_ranks_of_an_agent_start_in_the_copies_and_in_the_container(agent, tmp_p
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("import os; print(os.getcwd())")
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "answer").write_text("#!/bin/sh\necho $0 $(pwd)\n")
-    (tmp_path / "tools" / "answer").chmod(0o755)
+    (tmp_path / "tools" / "python").write_text("#!/bin/sh\necho $0 $(pwd) $@\n")
+    (tmp_path / "tools" / "python").chmod(0o755)
     with tarfile.open("tools.tar", "w") as archive:
         archive.add(tmp_path / "tools", "bin")
     copies = f"{tmp_path}/disk/hpctrain-{slurm_user()}-7-00"
     assert agent("--stage-code", "code", "train.py") == f"{copies}/code\n"
-    output = agent("--stage-code", "code", "--stage-environment", "tools.tar", "--", "answer")
-    assert output == f"{copies}/environment/bin/answer {copies}/code\n"
+    output = agent("--stage-code", "code", "--stage-environment", "tools.tar", "train.py")
+    assert output == f"{copies}/environment/bin/python {copies}/code train.py\n"
     program = tmp_path / "fakes" / "apptainer"
     program.write_text('#!/bin/sh\necho "$APPTAINERENV_A" "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("A", "its value")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     inside = ("--container", "a.sif", "--container-env", "A", "--stage-code", "code")
-    words = shlex.split(agent(*inside, "--", "python", "train.py"))
+    words = shlex.split(agent(*inside, "train.py"))
     binds = [f"--bind {one}" for one in (tmp_path, f"{tmp_path}/runs/train-7", copies)]
     assert " ".join(words) == (
         f"its value exec --pwd {copies}/code {' '.join(binds)} {tmp_path}/a.sif python train.py"
