@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from launcher_env import launcher_variables
 
+from hpctrain.cluster.launchers import survey
 from hpctrain.cluster.launchers.ancestors import (
     LAUNCHING,
     LOCAL_RANK_ARGUMENT,
@@ -138,3 +140,40 @@ def test_launcher_process_id_is_recorded():
     """Two starts of a launcher without an id of its own differ in the launcher's process id."""
     process = Process(launched_by=Ancestor(815, "hydra_pmi_proxy", "hydra"))
     assert process.facts() == {PARENT: "hydra_pmi_proxy/815"}
+
+
+# --- a job that a rank of another job has submitted
+
+OWN = {"SLURM_JOB_ID": "815", "SLURM_NTASKS": "1", "A": "x", "HPCTRAIN_STOP_FILE": "/outer/stop"}
+
+
+def in_step(name, **started):
+    """Return a process below the slurmstepd of a step, which started its child with variables."""
+    title = f"slurmstepd: [815.{name}]"
+    return Process(launched_by=Ancestor(7, "slurmstepd", "slurm", title, started=started))
+
+
+@pytest.mark.parametrize("name", ["hpctrain", "torchrun", "horovodrun", "openmpi", "hydra"])
+def test_batch_script_has_no_variables_of_the_rank_that_submitted_it(name):
+    # torchrun sets one more variable, which describes no rank.
+    env = {**OWN, **launcher_variables(name, TORCH_NCCL_ASYNC_ERROR_HANDLING=None)}
+    assert survey(env, in_step("batch")).world.rank == 1
+    assert in_step("batch", **env).own(env) == OWN
+    world = survey(env, in_step("batch", **env)).world
+    assert (world.launcher, world.world_size) == ("none", 1)
+
+
+def test_variables_of_a_launcher_below_the_batch_script_are_kept():
+    outer = {**OWN, **launcher_variables("hpctrain")}
+    ranks = {**outer, "HPCTRAIN_START": "78", "HPCTRAIN_RANK": "0"}
+    assert in_step("batch", **outer).own(ranks) == ranks
+    torchrun = {**outer, **launcher_variables("torchrun")}
+    assert in_step("batch", **outer).own(torchrun) == torchrun
+
+
+def test_variables_of_ranks_outside_of_a_batch_script_are_kept():
+    rank = {**OWN, **launcher_variables("hpctrain")}
+    for process in (in_step("0", **rank), in_step("interactive", **rank), Process()):
+        assert process.own(rank) == rank
+    manual = {**OWN, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "8888"}
+    assert in_step("batch", **manual).own(manual) == manual

@@ -36,17 +36,21 @@ def run(cluster, spec, *options, **more):
 
 @pytest.mark.slow
 def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, monkeypatch):
-    """Submit with the variables of a requeued array task, which sbatch passes on."""
+    """Submit from a rank of a requeued array task; sbatch passes its variables on."""
     monkeypatch.chdir(tmp_path)
     outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN_DIR"'], max_restarts=1)
-    script = render(spec)
-    env = launches.on_cluster(cluster, HPCTRAIN_STOP_FILE="/x", HPCTRAIN_RUN_DIR="/x", **outer)
-    done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
-    job, code = cluster.ended(done.stdout.strip())
+    show = 'echo "rank $RANK of $WORLD_SIZE in $HPCTRAIN_RUN_DIR"'
+    inner = JobSpec(name="inner", command=["sh", "-c", show], max_restarts=1, nodes=3)
+    Path("inner.sh").write_text(render(inner))
+    submits = "export {}; [ $RANK = 1 ] || exit 0; sbatch --parsable inner.sh >number"
+    exports = " ".join(f"{name}={value}" for name, value in outer.items())
+    spec = JobSpec(name="outer", command=["sh", "-c", submits.format(exports)], nodes=2)
+    assert run(cluster, spec)[1] == 0
+    job, code = cluster.ended(Path("number").read_text().strip())
     log = Path(f"inner-{job}.log").read_text()
-    assert code == 0
-    assert f"{tmp_path}/runs/inner-{job}\n" in log
+    assert code == 0, log
+    assert re.findall(r"rank \d of 3 in (.*)", log) == [f"{tmp_path}/runs/inner-{job}"] * 3
+    assert not list(Path("runs").rglob("exit-status*"))
     spec = JobSpec(name="task", command=["sh", "-c", 'echo "$HPCTRAIN_RUN_DIR"'], array="0")
     job, code, log = run(cluster, spec)
     assert code == 0
@@ -222,7 +226,7 @@ def test_stopped_job_continues_by_the_printed_sbatch_line(cluster, sweep):
     log = Path(f"on-{job}{task}.log").read_text()
     assert "is not started again: scontrol: " in log
     Path("my script.sh").write_text(render(spec))
-    line = re.search(r"^  or: +(HPCTRAIN_RUN_DIR=.*) \(later", log, re.MULTILINE)[1]
+    line = re.search(r"^  or: +(HPCTRAIN_RUN_DIR=.*) \(if", log, re.MULTILINE)[1]
     line = line.replace(" SCRIPT ", " 'my script.sh' ")
     second = cluster.run(["bash", "-c", line], env=launches.on_cluster(cluster)).stdout.split()[-1]
     assert cluster.ended(f"{second}{task}")[1] == 0

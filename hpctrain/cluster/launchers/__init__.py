@@ -134,7 +134,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
     """
     if process is None:
         process = Process.current() if env is None else Process()
-    env = {**(os.environ if env is None else env), **process.facts()}
+    env = {**process.own(os.environ if env is None else env), **process.facts()}
     launcher = _choose(env)
     world = launcher.world(env)
     others = _others(launcher, env)

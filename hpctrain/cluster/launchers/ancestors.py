@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import env_vars, proc
 
 __all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
 
@@ -48,6 +48,13 @@ LAUNCHING = {
     "flux-shell": "flux",
     "palsd": "pals",
 }
+
+_OF_SLURM = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_")
+# Variables that only ranks have, by their launcher.
+_OF_RANKS = (
+    *(env_vars.START, "TORCHELASTIC_RUN_ID", "HOROVOD_RANK"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,25 @@ class Process:
         """Collect the facts about this process."""
         launched_by, inherited = _launched_by(os.getpid()), _inherited()
         return cls(tuple(sys.orig_argv), launched_by, inherited, socket.gethostname())
+
+    def own(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment without the variables of a rank that has submitted this job.
+
+        sbatch passes them on to the batch script, which no launcher of ranks has started. Those of
+        Slurm are kept, as sbatch sets most of them anew.
+
+        Args:
+            env: environment of this process.
+        """
+        parent = self.launched_by
+        title = _TITLE.match(parent.title) if parent else None
+        if parent is None or title is None or title[2] != "batch":
+            return dict(env)
+        passed = {name: parent.started[name] for name in _OF_RANKS if name in parent.started}
+        if not passed or passed != {name: env[name] for name in _OF_RANKS if name in env}:
+            return dict(env)  # a launcher was started since
+        kept = (*env_vars.scrubbed(env), env_vars.LAUNCHER, env_vars.STOP_FILE)
+        return {k: v for k, v in env.items() if k in kept or k.startswith(_OF_SLURM)}
 
     def facts(self) -> dict[str, str]:
         """Return the facts that launchers read with the variables."""
