@@ -159,7 +159,7 @@ class SlurmJob:
             write_stderr(
                 f"hpctrain: its checkpoints are in {directory}\n  fix:      hpctrain requeue "
                 f"{label}\n  or:       {env_vars.RUN_DIR}={shlex.quote(str(directory))} sbatch "
-                f"{array}SCRIPT --resume (later, when Slurm has forgotten the job)\n"
+                f"{array}SCRIPT --resume (if Slurm refuses that, or has forgotten the job)\n"
             )
         return code
 
