@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.cluster import env_vars
+from hpctrain.cluster.job import detect as detect_job
 from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
@@ -138,7 +139,7 @@ def run(
             "that all hosts answer when the run begins",
             *hosts.fixes(missing[0]),
         )
-    folder = _folder(directory)
+    folder = _folder(directory, env)
     try:
         return _attempts(hosts, command, directory, environ, policy, folder, launch, received)
     finally:
@@ -246,11 +247,21 @@ def _record(directory: rundir.RunDirectory, code: int, reason: str) -> None:
         directory.record_end(code, reason)
 
 
-def _folder(directory: rundir.RunDirectory) -> Path:
-    """Make the shared folder of the attempts in the run directory; only this user can read it."""
+def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:
+    """Make the shared folder of the attempts in the run directory; only this user can read it.
+
+    Folders of earlier starts of the job are removed: a start that was killed has left its own.
+    """
+    job = detect_job(env)
+    label, restart = (job.label, job.restart_count) if job else ("", 0)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=".attempts-"))
+        for old in directory.path.glob(f".attempts-{label}-*"):
+            number = old.name.split("-")[2]
+            if number.isdecimal() and int(number) < restart:
+                shutil.rmtree(old, ignore_errors=True)
+        prefix = f".attempts-{label}-{restart}-"
+        return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=prefix))
     except OSError as error:
         raise UsageError(
             "HT617",

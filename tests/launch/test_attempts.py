@@ -256,6 +256,16 @@ def test_each_run_has_a_secret_of_its_own(tmp_path):
     assert len({*found, "given"}) == 5
 
 
+def test_folders_of_killed_starts_of_the_job_are_removed(tmp_path):
+    directory = rundir.RunDirectory(tmp_path / "run")
+    kept = [".attempts-7-2-d", ".attempts-70-0-e", ".attempts-7_1-0-f", ".attempts-7-later"]
+    for name in (".attempts-7-0-a", ".attempts-7-1-b", ".attempts-7-1-c", *kept):
+        (directory.path / name / "0").mkdir(parents=True)
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    attempts.run(Hosts(directory, ended(0)), ["python"], directory, env, Policy())
+    assert sorted(os.listdir(directory.path)) == sorted(kept)
+
+
 def test_run_refuses_a_host_that_never_answered(tmp_path):
     directory = rundir.RunDirectory(tmp_path / "run")
     hosts = Hosts(directory)

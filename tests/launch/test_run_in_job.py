@@ -25,6 +25,7 @@ EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT
 # Runs what follows its options as the task of a step on one host.
 SRUN = """
 case " $* " in *" -m hpctrain.launch.agent "*) ;; *) exit 9 ;; esac
+[ -z "$SLURM_EXPORT_ENV" ] || exit 9
 export SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1
 export SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=node1 SLURM_STEP_TASKS_PER_NODE=1
 export SLURM_NTASKS=1
@@ -180,16 +181,27 @@ def begin():
         yield lambda line, *options: begin([*command, *options, "--", "sh", "-c", line])
 
 
-def test_signal_becomes_a_stop_file_and_spares_the_ranks(slurm, begin):
+OPENS_A_SESSION = 'touch "${HPCTRAIN_EXIT_STATUS_FILE%/*}/session-0"; '
+
+
+@pytest.mark.parametrize(
+    ("number", "opens", "does"),
+    [
+        (signal.SIGUSR2, "", "SIGUSR2 stops the run as soon as its Session is open"),
+        (signal.SIGUSR2, OPENS_A_SESSION, "SIGUSR2 stops the run, which saves first"),
+        (signal.SIGTERM, OPENS_A_SESSION, "SIGTERM stops the run, which saves first"),
+    ],
+)
+def test_signal_becomes_a_stop_file_and_spares_the_ranks(slurm, begin, number, opens, does):
     save = EXIT_STATUS % 75 + "echo saved; exit 75"
     wait = 'until [ -e "$HPCTRAIN_STOP_FILE" ]; do sleep 0.02; done; '
     slurm.command("scontrol", more="kill -TERM $PPID")  # as Slurm ends the job
-    process = begin(f"echo ready; {wait}{save}")
+    process = begin(f"{opens}echo ready; {wait}{save}")
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGUSR2)
+    process.send_signal(number)
     out, err = process.communicate(timeout=processes.PATIENCE)
     assert (process.returncode, out) == (-signal.SIGTERM, "saved\n")
-    assert "SIGUSR2 stops the run as soon as its Session is open" in err
+    assert does in err
     assert calls(slurm) == ["scontrol requeue incomplete 7"]
 
 
@@ -285,10 +297,11 @@ def test_words_of_the_command_are_read_by_no_shell(slurm):
 @pytest.mark.parametrize("cpus", [None, "5"])
 def test_direct_starts_each_rank_as_a_task_of_srun(slurm, monkeypatch, cpus):
     """Not every version of Slurm passes the CPUs of a task from sbatch to srun."""
-    slurm.command("srun", more='printf "%s\\0" "$@" >words; exit 3')
+    # After sbatch --export=NONE, srun would pass no variable on to the ranks.
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    slurm.command("srun", more='printf "%s\\0" "$@" >words; exit ${SLURM_EXPORT_ENV:-3}')
     if cpus:
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
-    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
     assert main(["run", "--direct", "--", "program", "a b"]) == 3
     more = ["--cpus-per-task=5"] if cpus else []
     words = Path("words").read_text().split("\0")[:-1]
@@ -314,16 +327,18 @@ def test_direct_in_a_container_is_that_of_pyxis(slurm, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def agent(slurm, tmp_path):
+def agent(slurm, tmp_path, monkeypatch):
     """Return a function that runs a command by the agent of one host; it returns the output."""
     slurm.command("srun", more=SRUN)
 
-    def run(*words):
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+
+    def run(*words, code=0):
         done = subprocess.run(
             [sys.executable, "-m", "hpctrain", "run", *words],
             env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
     (tmp_path / "disk").mkdir()
@@ -365,6 +380,16 @@ def test_ranks_of_an_agent_start_in_the_copies_and_in_the_container(agent, tmp_p
         f"its value exec --pwd {copies}/code {' '.join(binds)} {tmp_path}/a.sif python train.py"
     )
     assert not list((tmp_path / "disk").iterdir())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert "exec --nv --pwd " in agent(*inside, "--", "python", "train.py")
+
+
+def test_copy_that_fails_starts_no_rank_and_no_other_attempt(agent):
+    output = agent("--retry", "--stage-data", "missing", "--", "touch", "began", code=1)
+    assert output.count("cannot copy files to ") == 1
+    assert "HT218" in output
+    assert "attempt 2" not in output
+    assert not Path("began").exists()
 
 
 def slurm_user():

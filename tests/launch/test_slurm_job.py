@@ -103,9 +103,10 @@ def test_run_directory_and_stop_file_of_an_outer_job_are_ignored(capsys):
     ],
 )
 def test_run_directory_is_the_same_for_all_starts_of_a_job(tmp_path, given, env, path):
+    top = tmp_path / "submit"  # a script may change its working directory
     for restarts in ("0", "2"):
-        own = {**OWN, "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": restarts, **env}
-        assert SlurmJob(own, detect(own)).run_directory(given) == tmp_path / path
+        own = {**OWN, "SLURM_SUBMIT_DIR": str(top), "SLURM_RESTART_COUNT": restarts, **env}
+        assert SlurmJob(own, detect(own)).run_directory(given) == top / path
 
 
 def test_run_directory_of_all_tasks_of_an_array_is_refused():
@@ -180,6 +181,11 @@ def test_stopped_job_that_cannot_be_requeued_ends_with_75(
     slurm.command("scontrol", error=error, code=1)
     assert make().after(exit_codes.STOPPED, "USR2", tmp_path) == exit_codes.STOPPED
     assert why in capsys.readouterr().err
+
+
+def test_stopped_job_on_a_host_without_slurms_commands_ends_with_75(make, tmp_path, capsys):
+    assert make(PATH="/nowhere").after(75, "USR2", tmp_path) == exit_codes.STOPPED
+    assert "job 7 is not started again: no squeue" in capsys.readouterr().err
 
 
 def test_run_stopped_by_the_file_stop_is_not_requeued(slurm, make, tmp_path, capsys):
