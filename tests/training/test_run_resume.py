@@ -478,17 +478,23 @@ def test_default_run_directory_has_job_id_or_date(monkeypatch):
     assert Path("named/run.json").is_file()
 
 
-def test_requeued_job_resumes_without_option():
-    job = {"SLURM_JOB_ID": "78"}
-    assert all(
-        isinstance(result, BaseException)
-        for result in ranks.run(
-            2, partial(train, run_dir=None, checkpoint_every=2, die_at=7), env=job
-        )
-    )
-    job["SLURM_RESTART_COUNT"] = "1"
-    options = {"run_dir": None, "checkpoint_every": 2}
-    assert ranks.values(ranks.run(2, partial(train, **options), env=job))[0][0][0] in (4, 6)
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"SLURM_JOB_ID": "78"}, {"SLURM_RESTART_COUNT": "1"}),
+        ({"HPCTRAIN_RUN_DIR": "run", "HPCTRAIN_START": "5f/0"}, {"HPCTRAIN_START": "5f/1"}),
+        ({"HPCTRAIN_RUN_DIR": "run"}, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+    ],
+    ids=["requeued job", "second attempt", "restart by torchrun"],
+)
+def test_next_start_by_a_launcher_resumes_without_option(first, again):
+    starts = partial(train, run_dir=None, checkpoint_every=2)
+    results = ranks.run(2, partial(starts, die_at=7), env=first)
+    assert all(isinstance(result, BaseException) for result in results)
+    assert ranks.values(ranks.run(2, starts, env={**first, **again}))[0][0][0] in (4, 6)
+    if "HPCTRAIN_START" in first:
+        later = ranks.run(2, starts, env={**first, "HPCTRAIN_START": "60/0"})
+        assert all("--resume" in str(result) for result in later)
 
 
 def close_with_slow_write():
