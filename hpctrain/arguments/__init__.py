@@ -14,7 +14,7 @@ from hpctrain.arguments.batches import Batches, plan_batches
 from hpctrain.arguments.recipe import Parser
 from hpctrain.arguments.table import Options
 
-__all__ = ["Batches", "Options", "options", "plan_batches"]
+__all__ = ["Batches", "Options", "add_options", "options", "plan_batches"]
 
 
 def options(**parser_arguments: Any) -> Parser:
@@ -24,6 +24,12 @@ def options(**parser_arguments: Any) -> Parser:
         parser_arguments: keyword arguments for `argparse.ArgumentParser`, such as `description`.
     """
     parser = Parser(allow_abbrev=False, **parser_arguments)
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: Parser) -> None:
+    """Add the training options and `--recipe` to a parser."""
     group = parser.add_argument_group("training options")
     group.add_argument(
         "--recipe",
@@ -44,4 +50,3 @@ def options(**parser_arguments: Any) -> Parser:
         help=argparse.SUPPRESS,
         default=argparse.SUPPRESS,
     )
-    return parser

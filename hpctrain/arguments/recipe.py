@@ -1,14 +1,13 @@
 """Recipes: files with values of options, which the command line completes and overrides."""
 
 import argparse
-import os
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from hpctrain.cluster.texts import nearest, option_meant
 from hpctrain.errors import UsageError
-from hpctrain.process import failure_record
 
 __all__ = ["Parser"]
 
@@ -57,14 +56,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2; among several ranks, the first one alone prints the message."""
-        error = UsageError(
+        from hpctrain.rendezvous import shared_errors  # seldom needed
+
+        error = self.refusal(message)
+        shared_errors.report(error, lambda _: sys.stderr.write(f"hpctrain: error: {error}\n"))
+        self.exit(error.exit_code)
+
+    def refusal(self, message: str) -> UsageError:
+        """Return the error for a wrong command line or recipe."""
+        return UsageError(
             "HT523",
             message + option_meant(message, self._option_string_actions),
             "",
             f"{self.prog} --help (lists all options)",
         )
-        text = f"hpctrain: error: {error}\n" if failure_record.shows(os.environ) else ""
-        self.exit(error.exit_code, text)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -73,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
         `parse_args` calls this method.
         """
-        path = self._path(args)
+        path = self.recipe_of(args)
         before = [(action, action.default, action.required) for action in self._actions]
         try:
             if path is not None:
@@ -84,8 +89,11 @@ class Parser(argparse.ArgumentParser):
             for action, default, required in before:
                 action.default, action.required = default, required
 
-    def _path(self, args: Sequence[str] | None) -> str | None:
-        """Return the recipe's path; the full parser reports a `--recipe` without a path."""
+    def recipe_of(self, args: Sequence[str] | None) -> str | None:
+        """Return the path of the recipe in a command line; None without one.
+
+        The full parser reports a `--recipe` without a path.
+        """
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--recipe", nargs="?")
         path: str | None = finder.parse_known_args(args)[0].recipe
@@ -114,9 +122,13 @@ class Parser(argparse.ArgumentParser):
                 for action in actions[name]:  # argparse uses the default of the first
                     action.default, action.required = default, False
             elif name != _ABOUT:
-                near = nearest(name, actions)
-                hint = f"; did you mean {near}?" if near else ""
-                self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
+                self.refuse_unknown(path, name, actions)
+
+    def refuse_unknown(self, path: str, name: str, known: Collection[str]) -> None:
+        """Refuse a name in a recipe that is no option."""
+        near = nearest(name, known)
+        hint = f"; did you mean {near}?" if near else ""
+        self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
 
     def _value(self, action: argparse.Action, value: Any) -> Any:
         """Return the default that gives an option the same result as the command line would.

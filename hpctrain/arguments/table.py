@@ -353,7 +353,8 @@ class Options:
         """Return the options of a parsed command line, overridden by keyword arguments.
 
         Raises:
-            UsageError: a keyword is not an option, or the option does not accept its value.
+            UsageError: a keyword is not an option, the option does not accept its value, or the
+                warm-up of the learning rate is not shorter than the training.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in keywords:
@@ -372,7 +373,17 @@ class Options:
         }
         for name, value in values.items():
             check(fields[name], value)
-        return cls(**values)
+        opts = cls(**values)
+        # Here, before the run has a directory. The schedule also compares it with --max-steps.
+        if opts.epochs is not None and opts.lr_warmup_epochs >= opts.epochs:
+            raise UsageError(
+                "HT411",
+                f"--lr-warmup-epochs {opts.lr_warmup_epochs:g} with --epochs {opts.epochs}",
+                "a warm-up that is shorter than the training",
+                "--lr-warmup-epochs 0",
+                "a larger --epochs",
+            )
+        return opts
 
     def of_backend(self, name: str) -> dict[str, Any]:
         """Return the options of one backend, by name without the backend's prefix.

@@ -1,21 +1,38 @@
-"""Numeric precisions: an interface, and the table of its implementations."""
+"""Numeric precisions: an interface, and the table of its implementations.
 
-import torch
+Each class is imported at its first use, so that the names of the table need no torch.
+"""
 
-from hpctrain.precision.base import Precision, PrecisionSettings
-from hpctrain.precision.full import ApexO0, Float32, Float64, TensorFloat
-from hpctrain.precision.half import ApexO2, ApexO3
-from hpctrain.precision.mixed import ApexO1, BFloat16, Half
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hpctrain._lazy import lazy
 from hpctrain.process.logging import logger
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.precision.base import Precision, PrecisionSettings
 
 __all__ = ["PRECISIONS", "Precision", "PrecisionSettings", "open_precision"]
 
-# A new precision is a class and its name here.
-_CLASSES = (Float64, Float32, TensorFloat, BFloat16, Half, ApexO0, ApexO1, ApexO2, ApexO3)
-PRECISIONS: dict[str, type[Precision]] = {kind.name: kind for kind in _CLASSES}
+# The class of each precision by name. A new precision is a class and a line here.
+PRECISIONS = {
+    "fp64": "hpctrain.precision.full:Float64",
+    "fp32": "hpctrain.precision.full:Float32",
+    "tf32": "hpctrain.precision.full:TensorFloat",
+    "bf16": "hpctrain.precision.mixed:BFloat16",
+    "fp16": "hpctrain.precision.mixed:Half",
+    "O0": "hpctrain.precision.full:ApexO0",
+    "O1": "hpctrain.precision.mixed:ApexO1",
+    "O2": "hpctrain.precision.half:ApexO2",
+    "O3": "hpctrain.precision.half:ApexO3",
+}
+
+__getattr__ = lazy(__name__, {"base": ("Precision", "PrecisionSettings")})
 
 
-def open_precision(name: str, device: torch.device, settings: PrecisionSettings) -> Precision:
+def open_precision(name: str, device: "torch.device", settings: "PrecisionSettings") -> "Precision":
     """Return a precision by name, for a device that supports it.
 
     Args:
@@ -31,16 +48,19 @@ def open_precision(name: str, device: torch.device, settings: PrecisionSettings)
     if name == "auto":
         name, why = _best(device)
         logger.info("precision auto: %s, %s", name, why)
-    kind = PRECISIONS[name]
+    module, _, class_name = PRECISIONS[name].partition(":")
+    kind: type[Precision] = getattr(import_module(module), class_name)
     kind.check(device, settings)
     return kind(device, settings)
 
 
-def _best(device: torch.device) -> tuple[str, str]:
+def _best(device: "torch.device") -> tuple[str, str]:
     """Return the best precision on a device, and the reason."""
     if device.type == "cpu":
-        return Float32.name, "as CPUs are faster in it than in half precision"
+        return "fp32", "as CPUs are faster in it than in half precision"
+    import torch
+
     model = torch.cuda.get_device_name(device)
     if torch.cuda.is_bf16_supported(including_emulation=False):
-        return BFloat16.name, f"which {model} computes in; it needs no loss scale"
-    return Half.name, f"as {model} does not compute in bf16"
+        return "bf16", f"which {model} computes in; it needs no loss scale"
+    return "fp16", f"as {model} does not compute in bf16"

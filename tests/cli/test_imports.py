@@ -27,6 +27,7 @@ COMMANDS = {
     "submit --help": (0, "--nodes"),
     "submit job.toml --dry-run": (0, "#SBATCH --nodes=2\n"),
     "submit --save new.toml --dry-run -- python train.py": (0, "train.py"),
+    "submit -- python session.py --epochs two": (2, "invalid whole number"),
     "submit job.toml": (1, "--via local"),
     "submit job.toml --via submitit": (2, "pip install 'hpctrain[submit]'"),
     "status": (0, "Slurm does not answer: no squeue on the PATH"),
@@ -80,6 +81,8 @@ def run_commands(folder):
     folder = Path(folder)
     (folder / "job.toml").write_text('command = "python train.py"\nnodes = 2\ntime = "1h"\n')
     (folder / "train.py").write_text("")
+    session = "import hpctrain\nhpctrain.Session(hpctrain.options().parse_args())\n"
+    (folder / "session.py").write_text(session)
     (folder / "job.sh").write_text((TOP / "sbatch" / "mnist.sh").read_text())
     # -I leaves out PYTHONPATH and the user's packages, -S those of the environment.
     done = subprocess.run(

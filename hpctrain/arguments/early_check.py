@@ -1,0 +1,58 @@
+"""Check of the command line of a training script before the script runs."""
+
+import argparse
+import os
+from collections.abc import Collection, Sequence
+from typing import NoReturn
+
+from hpctrain import backends
+from hpctrain.arguments import add_options
+from hpctrain.arguments.batches import plan_batches
+from hpctrain.arguments.recipe import Parser
+from hpctrain.arguments.table import Options
+
+__all__ = ["check"]
+
+_OF_BATCHES = {"global_batch", "batch_size", "accumulate", "elastic"}
+
+
+def check(
+    script: str, words: Sequence[str], own: Collection[str], ranks: int | None, complete: bool
+) -> None:
+    """Refuse training options with which a script cannot train; leave its own options alone.
+
+    Args:
+        script: path of the script.
+        words: its command line.
+        own: names that the script may set itself. Nothing is concluded from these options.
+        ranks: number of ranks; None if it is not certain.
+        complete: whether nothing makes further files before the script starts.
+
+    Raises:
+        UsageError: an option or a value of a recipe is invalid, or contradicts another one.
+    """
+    parser = _TableParser(allow_abbrev=False, add_help=False, prog=os.path.basename(script))
+    add_options(parser)
+    recipe = parser.recipe_of(words)
+    if recipe and not os.path.exists(recipe) and (os.path.isabs(recipe) or not complete):
+        return
+    given = vars(parser.parse_known_args(words)[0])
+    kept = {name: value for name, value in given.items() if name not in own}
+    chosen = Options.of(argparse.Namespace(**kept), {})
+    if ranks is None:
+        return
+    if "backend" not in own:
+        chosen.of_backend(backends.choose(chosen.backend, ranks))
+    if not _OF_BATCHES.intersection(own):
+        plan_batches(chosen, ranks)
+
+
+class _TableParser(Parser):
+    """Parser that has only the options of the table, and raises its errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise self.refusal(message)
+
+    def refuse_unknown(self, path: str, name: str, known: Collection[str]) -> None:
+        """Accept the name, as it may be that of an option of the script."""

@@ -1,0 +1,134 @@
+"""submit: the options of a training script are checked before its job is sent to Slurm."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs import submission
+from hpctrain.jobs.spec import JobSpec
+
+TOP = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import hpctrain
+parser = hpctrain.options(description="x")
+parser.add_argument("--width", type=int)
+with hpctrain.Session(parser.parse_args()) as session:
+    pass
+"""
+RECIPE = "epochs = 90\nlr_warmup_epochs = 5\nwidth = 3\nglobal_batch = 64\n"
+
+
+@pytest.fixture
+def submitted(tmp_path, monkeypatch):
+    """Return a function that checks the job of a command line for the script in t.py."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text(SCRIPT)
+    Path("r.toml").write_text(RECIPE)
+
+    def check(words, script="t.py", **job):
+        submission.check(JobSpec(command=["python3", script, *words.split()], **job), {})
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "code", "found"),
+    [
+        ("--epochs 2 --recipe r.toml", {}, "HT411", "--lr-warmup-epochs 5 with --epochs 2"),
+        ("--epochs 5 --lr-warmup-epochs 5", {}, "HT411", "--lr-warmup-epochs 5 with --epochs 5"),
+        ("--epochs two", {}, "HT523", "argument --epochs: invalid whole number value: 'two'"),
+        ("--own 1 --lr=-1", {}, "HT523", "argument --lr: -1 is not a number above 0"),
+        ("--precision fp8", {}, "HT523", "argument --precision: invalid choice: 'fp8'"),
+        ("--recipe none.toml", {}, "HT523", "--recipe none.toml: No such file"),
+        ("--recipe t.py", {}, "HT523", "--recipe t.py: no TOML file"),
+        ("", {"sweep": {"epochs": [9, 0]}}, "HT523", "argument --epochs: 0 is not"),
+        ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2}, "HT505", "--global-batch 64"),
+        ("--recipe r.toml", {"gpus_per_node": 3}, "HT505", "--global-batch 64"),
+        ("--elastic", {"tasks_per_node": 2}, "HT504", "--elastic without --global-batch"),
+        ("--ddp-bucket-mb 1", {"tasks_per_node": 2, "backend": "horovod"}, "HT503", "--ddp-bucket"),
+        ("--epochs two", {"setup": ["export A=b"]}, "HT523", "argument --epochs"),
+    ],
+)  # fmt: skip
+def test_submit_refuses_options_with_which_the_script_cannot_train(
+    submitted, words, job, code, found
+):
+    with pytest.raises(UsageError, match=re.escape(found)) as caught:
+        submitted(words, **job)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("words", "job"),
+    [
+        ("--epochs 2 --recipe r.toml --lr-warmup-epochs 0 --width 4", {}),
+        ("--unknown --epochs 2 -- --epochs two", {}),
+        ("--help", {}),
+        ("--recipe none.toml", {"dependency": "afterok:1"}),
+        ("--recipe none.toml", {"setup": ["make none.toml"]}),
+        ("--recipe /only/on/the/hosts/of/jobs.toml --epochs 1", {}),
+        ("--epochs two", {"setup": ["cd elsewhere"]}),
+        ("--epochs two", {"stage_code": "code"}),
+        ("--recipe r.toml", {"nodes": 3}),  # perhaps with GPUs that Slurm does not know
+        ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2, "launcher": "none"}),
+    ],
+)
+def test_submit_leaves_options_that_may_be_right_to_the_job(submitted, words, job):
+    Path("code").mkdir()
+    Path("code/t.py").write_text(SCRIPT)
+    submitted(words, **job)
+
+
+WRONG = "--epochs 2 --lr-warmup-epochs 5 --global-batch 7"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("hpctrain.options(", "argparse.ArgumentParser("),
+        ("hpctrain.options(", "hpctrain.options(conflict_handler='resolve', "),
+        ("parse_args()", "parse_args([])"),
+        ("parse_args()", "parse_args(namespace=other)"),
+        ("import hpctrain", "import hpctrain, sys; sys.argv.append('--epochs'); 0"),
+        ("Session(parser", "Session(**settings) or (parser"),
+        ('"--width"', '"--width", nargs=argparse.REMAINDER'),
+        ("hpctrain.Session", "mine.train"),
+        ("import hpctrain", "import hpctrain;; syntax of a later Python"),
+    ],
+)
+def test_submit_checks_no_script_whose_command_line_may_mean_anything(submitted, old, new):
+    assert old in SCRIPT
+    Path("t.py").write_text(SCRIPT.replace(old, new))
+    submitted("--epochs two", tasks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hpctrain.Session(args, lr_warmup_epochs=0, global_batch=8)",
+        "args.epochs = 9; args.batch_size = None",
+        "setattr(args, 'epochs', 9); vars(args)['global_batch'] = 8",
+        "parser.set_defaults(epochs=9, accumulate=2)",
+    ],
+)
+def test_submit_concludes_nothing_from_options_that_the_script_sets(submitted, line):
+    Path("t.py").write_text(SCRIPT + line + "\n")
+    submitted(WRONG, tasks_per_node=2)
+    with pytest.raises(UsageError, match="invalid whole number"):
+        submitted("--epochs two")
+
+
+def test_submit_checks_a_script_that_imports_the_parser_alone(submitted):
+    text = SCRIPT.replace("import hpctrain", "from hpctrain import Session, options")
+    Path("t.py").write_text(text.replace("hpctrain.", ""))
+    with pytest.raises(UsageError, match="invalid whole number"):
+        submitted("--epochs two")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "imagenet", "mnist"])
+def test_submit_checks_the_options_of_the_examples(submitted, name):
+    script = f"{TOP}/examples/{name}.py"
+    submitted("--epochs 2", script)
+    with pytest.raises(UsageError, match="--lr-warmup-epochs 5 with --epochs 2"):
+        submitted("--epochs 2 --lr-warmup-epochs 5", script)
