@@ -46,12 +46,20 @@ def _main(arguments: argparse.Namespace) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         rows = [job_tables.row_of(status) for status in statuses]
         put(job_tables.aligned([job_tables.HEADS, *rows], width))
+        if arguments.names:
+            _put_details(statuses)
     else:
         nothing = (
             "there are no runs below ./runs" if slurm_error else "Slurm lists no jobs of yours"
         )
         sys.stderr.write(f"hpctrain: {nothing}\n")
     return exit_codes.DONE
+
+
+def _put_details(statuses: Sequence[JobStatus]) -> None:
+    for status in statuses:
+        if lines := job_tables.details(status):
+            put(f"job {status.label}\n{lines}")
 
 
 def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:

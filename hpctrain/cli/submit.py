@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["add"]
 
-_MOST_LOGS = 10
+_MOST_FAILURES = 10
 _DETACHED = 130  # a shell's exit code after Ctrl-C
 
 
@@ -23,7 +24,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False  # options after the command belong to it
     parser.description = (
         "Writes the batch script of a job and submits it from the current folder. "
-        "Standard output gets only the job's number. Options override JOB.toml, which overrides "
+        "Standard output gets only the job's number, standard error its log, its run directory and "
+        "the next commands. Options override JOB.toml, which overrides "
         "the profile of --cluster, which overrides site.sh."
     )
     parser.add_argument(
@@ -75,6 +77,7 @@ def _main(arguments: argparse.Namespace) -> int:
     job = _submit(spec, arguments.via)
     sys.stdout.write(f"{job}\n")
     sys.stdout.flush()
+    _print_next(spec, job, arguments.via)
     if not (arguments.wait or arguments.follow):
         return 0
     return _wait(spec, job, arguments, log)
@@ -89,6 +92,25 @@ def _submit(spec: JobSpec, via: str) -> str:
     for note in submitted.notes:
         _print_line(note)
     return submitted.job
+
+
+def _print_next(spec: JobSpec, job: str, via: str) -> None:
+    """Print where log and results of a job will be, and the commands to type next."""
+    # The indices of an array are numbers and ranges, such as 1-5,8.
+    first = re.match("[0-9]*", spec.indices)
+    index = int(first[0]) if first and first[0] else None
+    task = "" if index is None else f" (task {index})"
+    log = submission.log(spec, job, index, os.environ)
+    if via == "submitit":
+        from hpctrain.jobs import job_store
+
+        log = str(job_store.log_of(job_store.find(job), 0))
+    lines = [("log:", f"tail -F {shlex.quote(log)}{task}")] if log else []
+    run = submission.run_directory(spec, job, index, os.environ)
+    lines += [("run:", f"{shlex.quote(str(run))}{task}")]
+    lines += [("state:", f"hpctrain status {job}"), ("cancel:", f"hpctrain cancel {job}")]
+    sys.stderr.write("".join(f"  {name:9} {text}\n" for name, text in lines))
+    sys.stderr.flush()
 
 
 def _save(path: str, described: Described) -> None:
@@ -114,7 +136,7 @@ def _dry_run(described: Described, via: str) -> int:
 
         by_submitit.of_command(spec)
         notes.append("submitit starts each rank, which then runs the command")
-    text = script.render_local(spec) if via == "local" else script.render(spec)
+    text = script.render_local(spec) if via == "local" else submission.text(spec)
     sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     for name, source in described.sources.items():
@@ -150,41 +172,37 @@ def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int)
     if arguments.follow and spec.indices:
         _print_line("a job array: a table of its tasks follows at the end, instead of a log")
     elif arguments.follow:
-        log = waiting.Log(submission.log_pattern(spec), log_size, sys.stderr.buffer)
+        log = waiting.Log(log_size, sys.stderr.buffer)
     try:
         outcomes = waiting.wait(job, os.environ, _print_line, log)
     except KeyboardInterrupt:
-        _print_line(f"job {job} continues. To see its state: hpctrain status {job}; to end it: "
-             f"hpctrain cancel {job}")  # fmt: skip
-        if log is not None and log.path is not None:
-            _print_line(f"its log: tail -f {shlex.quote(str(log.path))}")
+        _print_line(f"job {job} continues")
+        _print_next(spec, job, arguments.via)
         return _DETACHED
     if spec.indices:
         _print_table(spec, job, outcomes)
     code = waiting.worst(outcomes)
     states = ", ".join(sorted({outcome.state.lower() for outcome in outcomes}))
     _print_line(f"job {job} has ended: {states}, exit code {code}")
-    _print_logs(spec, job, arguments.via, outcomes)
+    _print_failures(job, arguments.via, outcomes)
     return code
 
 
-def _print_logs(spec: JobSpec, job: str, via: str, outcomes: Any) -> None:
-    """Print the log paths of the tasks that failed."""
-    from hpctrain.jobs import job_store, job_tables, waiting
+def _print_failures(job: str, via: str, outcomes: Any) -> None:
+    """Print why the tasks have failed, where their logs are, and how to continue."""
+    from hpctrain.jobs import job_status, job_store, job_tables
 
-    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    failed = [outcome for outcome in outcomes if outcome.exit_code and outcome.job]
     if failed and via == "submitit":
         _print_line(f"its logs are in {job_tables.place(job_store.find(job))}")
         return
-    pattern = submission.log_pattern(spec)
-    logs = [
-        (outcome.label, waiting.log_path(pattern, outcome.job)) for outcome in failed if outcome.job
-    ]
-    existing = [(label, log) for label, log in logs if log is not None and os.path.exists(log)]
-    for label, log in existing[:_MOST_LOGS]:
-        _print_line(f"log of job {label}: {job_tables.place(log)}")
-    if len(existing) > _MOST_LOGS:
-        _print_line(f"and {len(existing) - _MOST_LOGS} more")
+    for outcome in failed[:_MOST_FAILURES]:
+        status = job_status.of_queued(outcome.job, os.environ)
+        if outcome.label != job:
+            _print_line(f"job {outcome.label}: {outcome.state.lower()}")
+        sys.stderr.write(job_tables.details(status))
+    if len(failed) > _MOST_FAILURES:
+        _print_line(f"and {len(failed) - _MOST_FAILURES} more")
 
 
 def _print_table(spec: JobSpec, job: str, outcomes: Any) -> None:
@@ -196,7 +214,12 @@ def _print_table(spec: JobSpec, job: str, outcomes: Any) -> None:
         setting = spec.sweep[index] if 0 <= index < len(spec.sweep) else ()
         options = " ".join(f"--{name} {value}" for name, value in setting)
         rows.append(
-            (outcome.label, options, outcome.state, submission.run_directory(spec, job, index))
+            (
+                outcome.label,
+                options,
+                outcome.state,
+                submission.run_directory(spec, job, index, os.environ),
+            )
         )
     sys.stderr.write(job_tables.aligned(job_tables.of_array(rows)))
 

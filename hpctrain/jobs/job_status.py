@@ -11,6 +11,7 @@ from typing import Any
 from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
+from hpctrain.jobs import failures, log_names
 from hpctrain.jobs.run_progress import Progress, progress, run_of
 from hpctrain.jobs.slurm_reasons import bare, explained
 from hpctrain.jobs.units import slurm_seconds
@@ -40,6 +41,22 @@ class JobStatus:
     def run_status(self) -> str:
         """Status of the run, if it has a directory."""
         return "no run yet" if self.progress is None else self.progress.status or "not ended"
+
+    @property
+    def log(self) -> Path | None:
+        """Path of the job's log; None if it is unknown."""
+        return log_names.of_job(self.queued) if self.queued is not None else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the job has ended without success; False for a cancelled one."""
+        record = self.queued or self.ended
+        return record is not None and record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
+
+    @property
+    def failure(self) -> str:
+        """Why the job has failed, in one line; empty if it has not, or if that is unknown."""
+        return failures.cause(self.progress, self.log) if self.failed else ""
 
 
 def of_queued(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> JobStatus:
@@ -74,6 +91,8 @@ def as_json(status: JobStatus) -> dict[str, Any]:
         "start_time": None,
         "reason": None,
         "explanation": None,
+        "failure": status.failure or None,
+        "log": str(status.log) if status.log else None,
     }
     if status.queued is not None:
         values |= _queued(status.queued)

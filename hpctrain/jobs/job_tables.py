@@ -1,16 +1,18 @@
 """Tables of jobs and of the progress of their runs, as plain text."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.run_progress import Progress, progress
 from hpctrain.jobs.slurm_reasons import notes
 
-__all__ = ["HEADS", "aligned", "of_array", "place", "row_of"]
+__all__ = ["HEADS", "aligned", "details", "of_array", "place", "row_of"]
 
 HEADS = (
     *("JOB", "NAME", "STATE", "NODES", "RESTARTS", "USED", "LEFT"),
@@ -53,6 +55,27 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
         "" if waits else job.used,
         job.left if job.active else "",
     ), texts
+
+
+def details(status: JobStatus) -> str:
+    """Return lines about a job that need more space than a row: why it failed, log, commands."""
+    lines = [("cause:", status.failure)] if status.failure else []
+    if status.log is not None and os.path.exists(status.log):
+        lines.append(("log:", place(status.log)))
+    if status.failed and status.run_dir is not None and _has_checkpoints(status.run_dir):
+        again = f"--run-dir {shlex.quote(place(status.run_dir))} -- … --resume"
+        lines += [
+            ("continue:", f"hpctrain requeue {status.label}"),
+            ("or:", f"hpctrain submit … {again} (with other code or options)"),
+        ]
+    return "".join(f"  {name:9} {text}\n" for name, text in lines)
+
+
+def _has_checkpoints(run: Path) -> bool:
+    try:
+        return bool(rundir.RunDirectory(run).steps())
+    except OSError:  # the run of another user
+        return False
 
 
 def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]]:

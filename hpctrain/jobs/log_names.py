@@ -2,8 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
-__all__ = ["filled"]
+from hpctrain.cluster import slurm
+from hpctrain.cluster.hostlist import expand
+from hpctrain.errors import UsageError
+
+__all__ = ["filled", "of_job"]
 
 _PATTERN = re.compile(r"%(?:%|(?P<width>\d*)(?P<letter>[A-Za-z]))")
 
@@ -32,3 +37,19 @@ def filled(pattern: str, values: Mapping[str, str]) -> str:
         return text.zfill(min(int(match["width"] or 0), 10)) if text.isdigit() else text
 
     return _PATTERN.sub(expanded, pattern)
+
+
+def of_job(job: slurm.QueuedJob) -> Path | None:
+    """Return the log of a job; None if its name is unknown, or unknown until the job has hosts."""
+    if "[" in job.label:  # pending tasks of an array
+        return None
+    values = {
+        "A": job.array, "a": job.task, "j": job.number, "J": job.number, "n": "0", "s": "batch",
+        "t": "0", "u": job.user, "x": job.name,
+    }  # fmt: skip
+    try:
+        if job.hosts:
+            values["N"] = expand(job.hosts)[0].partition(".")[0]
+        return Path(job.folder, filled(job.log, values)) if job.log else None
+    except (LookupError, UsageError):
+        return None

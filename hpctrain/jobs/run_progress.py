@@ -1,5 +1,6 @@
 """Run directories of jobs, and the progress of runs."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.cluster import slurm
 
-__all__ = ["Progress", "label_of", "progress", "run_of"]
+__all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
 
 # Bytes that are read from the end of metrics.jsonl: some hundred rows.
 _TAIL = 2**16
@@ -23,13 +24,10 @@ _MOST_BYTES = 2**20
 _LIMIT = 2**63
 # Number of newest run folders to search for a job without a folder of its name.
 _MOST_RUNS = 300
-# Line that sets the run directory in a script of `hpctrain render`, or in a similar script.
-_RUN_DIR_LINE = re.compile(
-    r"""^(?:run|(?:export\ )?HPCTRAIN_RUN_DIR)=
-    (?:\$PWD/|"\$PWD"/|\$SLURM_SUBMIT_DIR/|"\$SLURM_SUBMIT_DIR"/)?
-    (?P<path>.+?)
-    (?P<task>/\$SLURM_ARRAY_TASK_ID|\$\{SLURM_ARRAY_TASK_ID:\+/\$SLURM_ARRAY_TASK_ID\})?$""",
-    re.MULTILINE | re.VERBOSE,
+# In a script, a run directory, and what may stand before and after it.
+_ASSIGNED = re.compile(r"^\s*(?:export\s+)?HPCTRAIN_RUN_DIR=")
+_RUN_DIR = re.compile(
+    r"(?:\$(?:PWD|SLURM_SUBMIT_DIR)/)?(?P<path>[^$`]+?)(?P<task>/\$SLURM_ARRAY_TASK_ID)?\Z"
 )
 
 
@@ -96,17 +94,17 @@ def _number(value: Any, kind: type[Any]) -> Any:
 
 
 def _summary(directory: rundir.RunDirectory) -> dict[str, Any]:
-    text, complete = _end(directory.summary, _MOST_BYTES)
+    text, complete = end_of(directory.summary, _MOST_BYTES)
     return _object(text) if complete else {}
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of a .jsonl file, without invalid ones."""
-    text, complete = _end(path, _TAIL)
+    text, complete = end_of(path, _TAIL)
     return [row for row in map(_object, text.splitlines()[0 if complete else 1 :]) if row]
 
 
-def _end(path: Path, limit: int) -> tuple[bytes, bool]:
+def end_of(path: Path, limit: int) -> tuple[bytes, bool]:
     """Return the last bytes of a file, and whether they are all; empty if it cannot be read.
 
     The run may belong to another user, and the file may be a FIFO, which could block forever.
@@ -165,16 +163,18 @@ def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> 
 
 def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
     """Return the run directory set in the script; None if only a shell could expand it."""
-    match = _RUN_DIR_LINE.search(script)
-    if not match or "$" in match["path"] or "`" in match["path"]:
-        return None
-    try:
-        parts = shlex.split(match["path"])
-    except ValueError:
-        return None
-    # The index of a job outside of an array is "N/A".
-    folder = job.task if match["task"] and job.task.isdigit() else ""
-    return Path(job.folder, parts[0], folder) if len(parts) == 1 else None
+    for line in script.replace("\\\n", " ").splitlines():
+        option = _ASSIGNED.sub("--run-dir=", line)
+        if "--run-dir" not in option:
+            continue
+        with contextlib.suppress(ValueError):  # no words of a shell
+            match = _RUN_DIR.match(rundir.given(shlex.split(option, comments=True)))
+            if match:
+                path = Path(job.folder, match["path"])
+                # `hpctrain run --run-dir` adds the index itself; without an array it is "N/A".
+                task = path / job.task if job.task.isdigit() else path
+                return task if match["task"] or os.path.isdir(task) else path
+    return None
 
 
 def _from_starts(runs: Path, label: str) -> Path | None:

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain import rundir
 from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.texts import listed
 from hpctrain.errors import StartError, UsageError
@@ -25,12 +27,13 @@ __all__ = [
     "check_folders",
     "environ",
     "is_below",
+    "log",
     "log_folder",
-    "log_pattern",
     "log_size",
     "run_directory",
     "run_here",
     "send",
+    "text",
     "trial",
 ]
 
@@ -42,6 +45,8 @@ _OUTER_JOB_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
+# A line of bash after which paths mean other files.
+_CD = re.compile(r"\b(cd|pushd)\b")
 # Arguments that only a shell interprets.
 _SHELL_OPERATORS = ("&&", "||", "|", ";", ">", ">>", "<", "&")
 
@@ -72,13 +77,12 @@ def send(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] 
         StartError: this host has no Slurm, or Slurm does not answer.
     """
     notes = check(spec, env)
-    script.render(spec)  # refuses what cannot work, before anything is written
+    text(spec)  # refuses what cannot work, before anything is written
     check_folders(spec, env)
     _make_log_folder(spec, env)
     tree, code_notes = _freeze(spec)
-    text = script.render(spec, tree)
     clean, left_out = environ(spec, env)
-    answer = _answer(text, spec, clean, option_of)
+    answer = _answer(text(spec, tree), spec, clean, option_of)
     if tree:
         frozen_code.note_job(frozen_code.STORE, answer.job, tree)
     return Sent(answer.job, (*notes, *code_notes, *left_out, *answer.message.splitlines()))
@@ -108,17 +112,28 @@ def trial(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str]
     """
     if shutil.which("sbatch", path=env.get("PATH", os.defpath)) is None:
         return ""
-    return _answer(
-        script.render(spec), spec, environ(spec, env)[0], option_of, "--test-only"
-    ).message
+    return _answer(text(spec), spec, environ(spec, env)[0], option_of, "--test-only").message
+
+
+def text(spec: JobSpec, tree: str = "") -> str:
+    """Return the script of a job that is submitted here; see `script.render`.
+
+    Its log is among the runs, as their folder is made here. Scripts for sbatch do without a folder:
+    Slurm ends a job without a message if the folder of its log does not exist.
+    """
+    return script.render(replace(spec, output=_log_pattern(spec)), tree)
 
 
 def _answer(
-    text: str, spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str], *options: str
+    script_text: str,
+    spec: JobSpec,
+    env: Mapping[str, str],
+    option_of: Callable[[str], str],
+    *options: str,
 ) -> slurm.Answer:
     # Through standard input: a file could change before the job starts.
     try:
-        answer = slurm.sbatch(text.encode(errors="surrogateescape"), env, options)
+        answer = slurm.sbatch(script_text.encode(errors="surrogateescape"), env, options)
     except slurm.NoAnswerError as error:
         from hpctrain.jobs import sbatch_errors  # only on an error, as it is slow
 
@@ -190,24 +205,35 @@ def is_below(folder: str, path: str) -> bool:
     return os.path.normpath(path) == folder or os.path.normpath(path).startswith(folder + os.sep)
 
 
-def log_pattern(spec: JobSpec) -> str:
+def _log_pattern(spec: JobSpec) -> str:
     """Return the name of the log, with Slurm's patterns."""
-    return spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
+    return spec.output or f"runs/{LOG_OF_ARRAY if spec.indices else LOG}"
+
+
+def log(spec: JobSpec, job: str, index: int | None, env: Mapping[str, str]) -> str:
+    """Return the log of a job, or of an array task; empty if its name is not known yet."""
+    numbers = {"j": job} if index is None else {"A": job, "a": str(index)}
+    try:
+        return _expanded(_log_pattern(spec), spec, env, numbers)
+    except LookupError:
+        return ""
 
 
 def log_size(spec: JobSpec, env: Mapping[str, str]) -> int:
     """Return the bytes of an earlier job in a log without the job's number in its name."""
     try:
-        return os.stat(_expanded(log_pattern(spec), spec, env)).st_size
+        return os.stat(_expanded(_log_pattern(spec), spec, env)).st_size
     except (OSError, LookupError):
         return 0
 
 
-def run_directory(spec: JobSpec, job: str, index: int) -> Path:
-    """Return the run directory of an array task, relative to the current folder."""
-    if spec.run_dir:
-        return Path(spec.run_dir, str(index))
-    return Path("runs", f"{spec.title.replace('/', '_')}-{job}_{index}")
+def run_directory(spec: JobSpec, job: str, index: int | None, env: Mapping[str, str]) -> Path:
+    """Return the run directory of a job, or of an array task, relative to the current folder."""
+    if given := rundir.given(spec.argv):
+        return Path(given)
+    if given := spec.run_dir or environ(spec, env)[0].get(env_vars.RUN_DIR, ""):
+        return Path(given, "" if index is None else str(index))
+    return Path(rundir.default(spec.title, job if index is None else f"{job}_{index}"))
 
 
 def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
@@ -216,7 +242,7 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
     Raises:
         UsageError: its name has a pattern that is known only when the job runs.
     """
-    folder = os.path.dirname(log_pattern(spec))
+    folder = os.path.dirname(_log_pattern(spec))
     if not folder:
         return None
     try:
@@ -238,7 +264,7 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
     Raises:
         UsageError: a folder cannot be written, or the run directory is a file.
     """
-    pattern = log_pattern(spec)
+    pattern = _log_pattern(spec)
     folder = log_folder(spec, env) or Path()
     if not _is_writable(folder):
         log_is_writable = False
@@ -250,16 +276,16 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
                 f"output = {pattern}: you may not write in the folder {folder.absolute()}",
                 "a log in a folder of your own",
             )
-    # The script writes its own files there, also if the run directory is elsewhere.
-    if not _is_writable(Path("runs")):
+    run = run_directory(spec, "JOB", None, env)
+    if run.exists() and not run.is_dir():
+        raise UsageError("HT809", f"run_dir = {run} is a file", "an existing or a new folder")
+    # Another folder may be one that only the hosts of the job have.
+    if (run.exists() or not run.is_absolute()) and not _is_writable(run):
         raise UsageError(
             "HT809",
-            f"you may not write in the folder {Path('runs').absolute()}, where each job has files",
-            "a folder of your own, or runs in it, to submit from",
-        )
-    if spec.run_dir and os.path.exists(spec.run_dir) and not os.path.isdir(spec.run_dir):
-        raise UsageError(
-            "HT809", f"run_dir = {spec.run_dir} is a file", "an existing or a new folder"
+            f"the run directory {run}: you may not write in {run.absolute().parent}",
+            "a folder of your own to submit from, or another run directory",
+            "--run-dir DIR",
         )
 
 
@@ -278,15 +304,17 @@ def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
     except OSError as error:
         raise UsageError(
             "HT809",
-            f"output = {log_pattern(spec)}: {error}",
+            f"output = {_log_pattern(spec)}: {error}",
             "a log in a folder that can be created",
         ) from None
 
 
-def _expanded(pattern: str, spec: JobSpec, env: Mapping[str, str]) -> str:
+def _expanded(
+    pattern: str, spec: JobSpec, env: Mapping[str, str], numbers: Mapping[str, str] | None = None
+) -> str:
     """Return the expanded pattern; raise LookupError if a part is known only when the job runs."""
     user = {"u": env["USER"]} if env.get("USER") else {}
-    return filled(pattern, {"x": spec.title, **user})
+    return filled(pattern, {"x": spec.title, **user, **(numbers or {})})
 
 
 def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
@@ -318,6 +346,7 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
         notes.append(f"{found} on this host")
     if not spec.container and not spec.setup:
         notes += _check_command(spec, env)
+    _check_options(spec)
     return notes
 
 
@@ -342,6 +371,30 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     if operators := [argument for argument in arguments if argument in _SHELL_OPERATORS]:
         notes.append(f"no shell reads the command: {operators[0]} is an argument (bash -c '…')")
     return notes
+
+
+def _check_options(spec: JobSpec) -> None:
+    """Check the options of a training script, once for each setting of a sweep.
+
+    Raises:
+        UsageError: the script cannot train with them.
+    """
+    program, *arguments = spec.argv
+    elsewhere = any(map(_CD.search, spec.setup)) or spec.stage_code not in ("", ".")
+    if elsewhere or not is_python(program) or not arguments or not arguments[0].endswith(".py"):
+        return
+    from hpctrain.jobs import training_options  # only for these scripts
+
+    # With one task and no GPU, `hpctrain run` starts a rank for each GPU that it finds.
+    is_certain = spec.launcher != "none" and (spec.gpus or spec.tasks > 1)
+    for setting in spec.sweep or ((),):
+        more = [word for name, value in setting for word in (f"--{name}", value)]
+        training_options.check(
+            arguments[0],
+            [*arguments[1:], *more],
+            ranks=spec.nodes * spec.tasks if is_certain else None,
+            complete=not (spec.dependency or spec.setup),
+        )
 
 
 def _refuse_mistake(spec: JobSpec, path: str) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hpctrain.cluster import slurm
-from hpctrain.cluster.hostlist import expand
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import exit_codes
-from hpctrain.jobs.log_names import filled
+from hpctrain.jobs import log_names
 from hpctrain.jobs.slurm_reasons import notes
 
-__all__ = ["JobOutcome", "Log", "log_path", "wait", "worst"]
+__all__ = ["JobOutcome", "Log", "wait", "worst"]
 
 # Seconds between two queries to Slurm: few for a short job, more for a long one.
 _FIRST_PAUSE = 1.0
@@ -52,14 +51,13 @@ class Log:
     The begin of a line is held back until the next read, so that other lines do not cut it in two.
 
     Args:
-        pattern: pattern of the file name, as sbatch takes it; relative to the job's folder.
         offset: bytes that were there before the job; they are not shown.
         out: stream that gets the text.
     """
 
-    def __init__(self, pattern: str, offset: int, out: BinaryIO) -> None:
+    def __init__(self, offset: int, out: BinaryIO) -> None:
         """Set up the log; nothing is read yet."""
-        self._pattern, self._at, self._out = pattern, offset, out
+        self._at, self._out = offset, out
         self._held = b""
         self.path: Path | None = None
 
@@ -70,7 +68,7 @@ class Log:
             job: record from Slurm; needed until it gives the name of the log.
         """
         if self.path is None and job is not None:
-            self.path = log_path(self._pattern, job)
+            self.path = log_names.of_job(job)
         if self.path is None:
             return False
         has_text = False
@@ -98,20 +96,6 @@ class Log:
         self._out.write(self._held)
         self._held = b""
         self._out.flush()
-
-
-def log_path(pattern: str, job: slurm.QueuedJob) -> Path | None:
-    """Return the log of a job; None if its name is unknown, or unknown until the job has hosts."""
-    values = {
-        "A": job.array, "a": job.task, "j": job.number, "J": job.number, "n": "0", "s": "batch",
-        "t": "0", "u": job.user, "x": job.name,
-    }  # fmt: skip
-    if job.hosts:
-        values["N"] = expand(job.hosts)[0].partition(".")[0]
-    try:
-        return Path(job.folder, filled(pattern, values))
-    except LookupError:
-        return None
 
 
 def wait(

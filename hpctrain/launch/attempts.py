@@ -235,7 +235,8 @@ def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:
     """
     if first is not None and not first.caused_by_other_rank:
         where = f" on {first.host}" if first.host else ""
-        return f"rank {first.rank}{where} failed, {first.brief.partition(chr(10))[0]}"
+        how = first.brief.partition("\n")[0].removesuffix(". Its last lines:")
+        return f"rank {first.rank}{where} failed, {how}"
     return recorded[1] if recorded else ""
 
 

@@ -133,25 +133,18 @@ class SlurmJob:
         return top / rundir.default(name, self.allocation.label)
 
     def after(self, code: int, reason: str, directory: Path) -> int:
-        """Requeue a stopped job, or print how to continue; return the exit code of the job.
+        """Requeue a stopped job; else print how to continue. Return the exit code of the job.
 
         Args:
             code: exit code of the run.
             reason: reason of its end.
             directory: run directory.
         """
-        if code != exit_codes.STOPPED:
-            return code
         label = self.allocation.label
-        if reason.startswith(rundir.STOP_REASON):
-            refused = f"stopped by {rundir.STOP_REASON}"
-        elif self.max_restarts is not None and self.allocation.restart_count >= self.max_restarts:
-            code = exit_codes.GIVEN_UP
-            count = self.allocation.restart_count
-            refused = f"it was restarted {count} times, and the limit is {self.max_restarts}"
-        else:
-            refused = self._requeue()
-        write_stderr(f"hpctrain: job {label} is not started again: {refused}\n")
+        if code == exit_codes.STOPPED:
+            code = self._stopped(reason)
+        elif code != exit_codes.GIVEN_UP:
+            return code
         checkpoints = rundir.RunDirectory(directory).steps()
         if checkpoints:
             task = self.allocation.array_task
@@ -161,6 +154,20 @@ class SlurmJob:
                 f"{label}\n  or:       {env_vars.RUN_DIR}={shlex.quote(str(directory))} sbatch "
                 f"{array}SCRIPT --resume (if Slurm refuses that, or has forgotten the job)\n"
             )
+        return code
+
+    def _stopped(self, reason: str) -> int:
+        """Requeue a stopped job; if that is not possible, return its exit code."""
+        code = exit_codes.STOPPED
+        if reason.startswith(rundir.STOP_REASON):
+            refused = f"stopped by {rundir.STOP_REASON}"
+        elif self.max_restarts is not None and self.allocation.restart_count >= self.max_restarts:
+            code = exit_codes.GIVEN_UP
+            count = self.allocation.restart_count
+            refused = f"it was restarted {count} times, and the limit is {self.max_restarts}"
+        else:
+            refused = self._requeue()
+        write_stderr(f"hpctrain: job {self.allocation.label} is not started again: {refused}\n")
         return code
 
     def _requeue(self) -> str:

@@ -1,6 +1,5 @@
 """Starts of `hpctrain run`: on this machine, and on all hosts of an allocation."""
 
-import itertools
 import signal
 import socket
 import sys
@@ -231,13 +230,8 @@ def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str])
         script: name of the script or module.
         env: environment of this process.
     """
-    given = [
-        following if argument == "--run-dir" else argument.removeprefix("--run-dir=")
-        for argument, following in itertools.pairwise([*arguments, ""])
-        if argument == "--run-dir" or argument.startswith("--run-dir=")
-    ]
-    if given and given[-1]:
-        return Path(given[-1])
+    if given := rundir.given(arguments):
+        return Path(given)
     if env.get(env_vars.RUN_DIR):
         return Path(env[env_vars.RUN_DIR])
     job = detect_job(env)

@@ -13,13 +13,14 @@ stop                        created by the user: save a checkpoint and exit
 """
 
 import errno
+import itertools
 import json
 import os
 import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "append",
     "create",
     "default",
+    "given",
     "replace",
 ]
 
@@ -155,6 +157,16 @@ def default(name: str, label: str | None) -> str:
         count += 1
         path = f"{first}-{count}"
     return path
+
+
+def given(words: Sequence[str]) -> str:
+    """Return the run directory that a command line sets by `--run-dir`; empty without one."""
+    folders = [
+        following if word == "--run-dir" else word.removeprefix("--run-dir=")
+        for word, following in itertools.pairwise([*words, ""])
+        if word == "--run-dir" or word.startswith("--run-dir=")
+    ]
+    return folders[-1] if folders else ""
 
 
 def create(path: Path, text: str) -> None:

@@ -292,11 +292,20 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
     slurm.jobs(
         job("70", WorkDir=os.getcwd(), RestartCnt="1", TimeUsed="1-00:00:12"),
         job("71", State="PENDING", Reason="Resources", NodeList="", StartTime="N/A"),
-        job("72", State="FAILED", Reason="OutOfMemory", exit_code="256", TimeLeft="0:00"),
+        job(
+            "72",
+            State="FAILED",
+            Reason="OutOfMemory",
+            exit_code="256",
+            TimeLeft="0:00",
+            STDOUT=f"{os.getcwd()}/log",
+        ),
         job("73", State="FAILED", Reason="BadConstraints", exit_code="1", NodeList=""),
         job("74_[0-3%2]", State="PENDING", NodeList="", TimeLeft="UNLIMITED", NumNodes="?"),
         job("75", NodeList="node[1", TimeUsed="INVALID"),
     )
+    verdict = "rank 2 on node3 failed first, with exit code 1: ValueError: x"
+    Path("log").write_text(f"hpctrain: {verdict}\n")
     document = status(capsys)
     running, pending, failed, refused, array, odd = document["jobs"]
     assert document["slurm_error"] is None
@@ -313,6 +322,8 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
         "start_time": int(time.mktime(time.strptime("2026-11-21 10", "%Y-%m-%d %H"))),
         "reason": None,
         "explanation": None,
+        "failure": None,
+        "log": str(Path.cwd() / "runs/train-70.log"),
         "run": {
             "path": str(run.absolute()),
             "status": "not ended",
@@ -327,6 +338,8 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
     assert (pending["start_time"], pending["reason"]) == (None, "Resources")
     assert "(Resources)" in pending["explanation"]
     assert (failed["exit_code"], failed["remaining_seconds"]) == (1, None)
+    assert failed["failure"] == verdict
+    assert (pending["failure"], refused["failure"], array["log"]) == (None, None, None)
     assert (refused["exit_code"], refused["reason"]) == (None, "BadConstraints")
     assert (array["job"], array["remaining_seconds"], array["nodes"]) == ("74_[0-3%2]", None, None)
     assert (odd["hosts"], odd["elapsed_seconds"]) == (None, None)

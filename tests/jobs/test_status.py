@@ -164,13 +164,15 @@ def test_status_finds_run_directory_in_batch_script(fake):
     path.mkdir(parents=True)
     fake.jobs(job("70_3", WorkDir=os.getcwd()))
     (one,) = slurm.jobs(fake.env)
-    fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID\n")
-    assert run_progress.run_of(one, fake.env) == Path.cwd() / path
-    always = "run=$SLURM_SUBMIT_DIR/'my runs/x'${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}\n"
-    fake.command("scontrol", f"#!/bin/bash\n{always}")
-    assert run_progress.run_of(one, fake.env) == Path.cwd() / path
-    for hostile in ("$(touch x)", "`touch x`", "'a", "a b"):
-        fake.command("scontrol", f"#!/bin/bash\nrun={hostile}\n")
+    for line in (
+        "export HPCTRAIN_RUN_DIR=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID",
+        "exec hpctrain run --code 1a \\\n    --run-dir 'my runs/x' t.py --lr 1",
+        "srun python t.py --run-dir='my runs/x/3' # --run-dir other",
+    ):
+        fake.command("scontrol", f"#!/bin/bash\n{line}\n")
+        assert run_progress.run_of(one, fake.env) == Path.cwd() / path, line
+    for hostile in ("$(touch x)", "`touch x`", "'a", "'my runs/none'"):
+        fake.command("scontrol", f"#!/bin/bash\nHPCTRAIN_RUN_DIR={hostile}\n")
         assert run_progress.run_of(one, fake.env) is None
     assert not Path("x").exists()
 
@@ -360,7 +362,7 @@ def test_status_reads_no_batch_script_of_pending_jobs(fake, capsys):
     assert not fake.calls.exists()
     Path("goes on").mkdir()
     fake.jobs(job("70", State="PENDING", WorkDir=os.getcwd()))
-    fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'goes on'\n")
+    fake.command("scontrol", "#!/bin/bash\nhpctrain run --run-dir 'goes on' t.py\n")
     assert "goes on" in run_status(capsys, "70").out
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import os
 import re
 import shlex
@@ -18,7 +19,7 @@ from hpctrain import cli
 from hpctrain.cli import job_options
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import sbatch_errors, submission, waiting
+from hpctrain.jobs import log_names, sbatch_errors, submission, waiting
 from hpctrain.jobs.spec import JobSpec
 
 
@@ -210,14 +211,15 @@ def test_submit_refuses_read_only_folders(fake, capsys, monkeypatch):
         for dry in ([], ["--dry-run"]):
             assert submit(*words, *dry, "--", "python3", "t.py") == 2
             assert "you may not write" in capsys.readouterr().err
-    # The script makes runs here, in any case.
+    # The run directory would be in runs here.
     assert submit("--output", "/dev/null", "--", "python3", "t.py") == 2
-    assert f"you may not write in the folder {Path.cwd()}/runs" in capsys.readouterr().err
+    assert f"you may not write in {Path.cwd()}/runs" in capsys.readouterr().err
     assert not Path("script").exists()
-    Path("runs").mkdir()
-    own += (f"{Path.cwd()}/runs",)
+    Path("own").mkdir()
+    own += (f"{Path.cwd()}/own",)
     for path in own[:2]:
-        assert submit("--output", path, "--", "python3", "t.py") == 0
+        for run in ("own/run", "/only/on/the/hosts/of/jobs"):
+            assert submit("--output", path, "--run-dir", run, "--", "python3", "t.py") == 0
 
 
 def test_submit_needs_a_command(fake, capsys):
@@ -487,7 +489,7 @@ def test_wait_exit_code_is_the_worst_of_an_array(codes, code):
 
 def test_follow_shows_late_log_and_continues_after_requeue(fake):
     path, out = Path("l-70.log"), io.BytesIO()
-    states = [{**one, "WorkDir": os.getcwd()} for one in (RUNS, WAITS, RUNS, DONE)]
+    states = [{**one, "STDOUT": f"{os.getcwd()}/l-%j.log"} for one in (RUNS, WAITS, RUNS, DONE)]
     timeline = Timeline(fake, *([one] for one in states))
 
     def next_state(seconds):
@@ -496,7 +498,7 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
                 file.write(b"%d\xff\r" % len(timeline.states))
         timeline.next()
 
-    log = waiting.Log("l-%j.log", 0, out)
+    log = waiting.Log(0, out)
     waiting.wait("70", fake.env, timeline.messages.append, log, next_state)
     assert out.getvalue() == path.read_bytes()
     assert out.getvalue().startswith(b"2\xff\r1\xff\r0\xff\r")
@@ -510,9 +512,9 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
     ],
 )  # fmt: skip
 def test_follow_expands_log_file_pattern(fake, pattern, name):
-    fake.jobs(job("70_3", JobID="71", Name="a%j/../x"))
+    fake.jobs(job("70_3", JobID="71", Name="a%j/../x", STDOUT=str(Path("/nowhere", pattern))))
     (one,) = slurm.jobs(fake.env)
-    assert waiting.log_path(pattern, one) == Path("/nowhere", name)
+    assert log_names.of_job(one) == Path("/nowhere", name)
 
 
 def test_follow_skips_log_of_earlier_job(fake):
@@ -520,19 +522,19 @@ def test_follow_skips_log_of_earlier_job(fake):
     spec = JobSpec(command="x", output="train.log")
     assert submission.log_size(spec, fake.env) == 8
     assert submission.log_size(JobSpec(command="x"), fake.env) == 0
-    fake.jobs({**DONE, "WorkDir": os.getcwd()})
+    fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
     out = io.BytesIO()
-    log = waiting.Log("train.log", 8, out)
+    log = waiting.Log(8, out)
     Path("train.log").write_text("earlier\nlater\n")
     log.read(slurm.jobs(fake.env)[0])
     assert out.getvalue() == b"later\n"
 
 
 def test_follow_holds_the_begin_of_a_line_back_for_one_read(fake):
-    fake.jobs({**DONE, "WorkDir": os.getcwd()})
+    fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
     (one,) = slurm.jobs(fake.env)
     out = io.BytesIO()
-    log = waiting.Log("train.log", 0, out)
+    log = waiting.Log(0, out)
     shown = []
     for text in ("loss", " 0.5\n10 %\r20", "", " %", "\n", "x" * 100_000):
         with open("train.log", "a") as file:
@@ -557,19 +559,92 @@ def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):
     assert "scancel" not in fake.calls.read_text()
 
 
-def test_wait_names_log_of_failed_job(fake, capsys):
-    fake.jobs(job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd(), Name="t"))
-    Path("t-70.log").touch()
+def test_submit_prints_the_number_and_what_to_type_next(fake, capsys):
+    assert submit("--", "python3", "t.py") == 0
+    output = capsys.readouterr()
+    assert output.out == "70\n"
+    assert output.err.splitlines() == [
+        "  log:      tail -F runs/t-70.log",
+        "  run:      runs/t-70",
+        "  state:    hpctrain status 70",
+        "  cancel:   hpctrain cancel 70",
+    ]
+    assert Path("runs").is_dir()  # without it, Slurm ends the job without a message
+    assert "#SBATCH --output=runs/%x-%j.log\n" in Path("script").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "log", "run"),
+    [
+        (["--array", "3,5-7"], "runs/t-70_3.log (task 3)", "runs/t-70_3 (task 3)"),
+        (["--sweep", "a=1,2", "--run-dir", "r"], "runs/t-70_0.log (task 0)", "r/0 (task 0)"),
+        (["--output", "l o/%5j.log", "--run-dir", "r"], "'l o/00070.log'", "r"),
+        (["--output", "%N.log"], "", "runs/t-70"),
+    ],
+)
+def test_submit_prints_log_and_run_directory_of_any_job(fake, capsys, words, log, run):
+    assert submit(*words, "--", "python3", "t.py") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
+    assert lines.get("log:", "") == (f"tail -F {log}" if log else "")
+    assert lines["run:"] == run
+    fake.jobs(job("70", WorkDir=os.getcwd()))
+    assert submit("--", "python3", "t.py", "--run-dir", "own") == 0
+    assert "  run:      own\n" in capsys.readouterr().err
+
+
+def test_wait_shows_first_failure_log_and_how_to_continue(fake, capsys):
+    failed = {"State": "FAILED", "exit_code": "256", "WorkDir": os.getcwd(), "Name": "t"}
+    fake.jobs(job("70", **failed))
+    run = Path("runs/t-70")
+    Path("runs").mkdir()
+    Path("runs/t-70.log").touch()
+    (run / "checkpoints/step-00000040").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    cause = "rank 2 on node3 failed, with exit code 1: ValueError: x"
+    (run / "summary.json").write_text(json.dumps({"status": "failed", "reason": cause}))
     assert submit("--wait", "--", "python3", "t.py") == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "hpctrain: log of job 70: t-70.log"
+    assert capsys.readouterr().err.splitlines()[-5:] == [
+        "hpctrain: job 70 has ended: failed, exit code 1",
+        f"  cause:    {cause}",
+        "  log:      runs/t-70.log",
+        "  continue: hpctrain requeue 70",
+        "  or:       hpctrain submit … --run-dir runs/t-70 -- … --resume (with other code or "
+        "options)",
+    ]
+
+
+def test_wait_shows_first_failure_of_program_without_a_run(fake, capsys):
+    fake.jobs(job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd(), Name="t"))
+    log = Path("runs/t-70.log")
+    log.parent.mkdir()
+    for text, cause in (
+        (
+            "0: hpctrain: error: rank 0 lost another rank\n"
+            "hpctrain: rank 2 on node3 failed first, with signal SIGKILL. Its last lines:\n  x\n",
+            "rank 2 on node3 failed first, with signal SIGKILL",
+        ),
+        ("0: hpctrain: error: --lr x\n0:   fix:      train.py --help\n", "--lr x"),
+        ("Traceback\nValueError: \x1b[2J\n\nsrun: error: task 0\n", r"ValueError: \x1b[2J"),
+    ):
+        log.write_text(text)
+        assert submit("--wait", "--", "python3", "t.py") == 1
+        assert f"  cause:    {cause}\n  log:      {log}\n" in capsys.readouterr().err
+
+
+def test_wait_names_logs_of_failed_tasks(fake, capsys):
     columns = {"Name": "t", "WorkDir": os.getcwd()}
     fake.jobs(
         job("70_0", State="COMPLETED", **columns),
         job("70_1", State="FAILED", exit_code="256", **columns),
         job("70_2", State="CANCELLED", NodeList="", **columns),  # has no log
     )
+    Path("runs").mkdir()
     for index in range(2):
-        Path(f"t-70_{index}.log").touch()
+        Path(f"runs/t-70_{index}.log").write_text("done\n")
     assert submit("--wait", "--array", "0-2", "--", "python3", "t.py") == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert [one for one in lines if "log of" in one] == ["hpctrain: log of job 70_1: t-70_1.log"]
+    assert capsys.readouterr().err.splitlines()[-4:] == [
+        "hpctrain: job 70_1: failed",
+        "  cause:    done",
+        "  log:      runs/t-70_1.log",
+        "hpctrain: job 70_2: cancelled",
+    ]

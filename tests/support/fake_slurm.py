@@ -78,10 +78,11 @@ class FakeSlurm:
 def job(label: str, **more: str) -> dict[str, str]:
     """Return a running job, by squeue's names of columns; exit_code is a wait status."""
     array, _, task = label.partition("_")
+    log = f"{more.get('WorkDir', '/nowhere')}/runs/%x-{'%A_%a' if task else '%j'}.log"
     return {
         "JobArrayID": label, "JobID": array, "ArrayJobID": array, "ArrayTaskID": task or "N/A",
         "UserName": "ada", "UserID": "1000", "Name": "train", "State": "RUNNING",
         "Reason": "None", "RestartCnt": "0", "exit_code": "0", "TimeUsed": "0:12",
         "TimeLeft": "47:48", "StartTime": "2026-11-21T10:00:00", "NumNodes": "2",
-        "NodeList": "node[1-2]", "WorkDir": "/nowhere", "Partition": "main", **more,
+        "NodeList": "node[1-2]", "WorkDir": "/nowhere", "STDOUT": log, "Partition": "main", **more,
     }  # fmt: skip

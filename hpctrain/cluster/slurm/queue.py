@@ -13,7 +13,7 @@ __all__ = ["QueuedJob", "jobs"]
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
     *("Reason", "RestartCnt", "exit_code", "TimeUsed", "TimeLeft", "StartTime", "NumNodes"),
-    *("NodeList", "WorkDir", "Partition"),
+    *("NodeList", "WorkDir", "STDOUT", "Partition"),
 )
 
 
@@ -38,6 +38,7 @@ class QueuedJob:
         nodes: number of hosts.
         hosts: Slurm host list; empty while the job waits.
         folder: working directory of the job.
+        log: path of the log, with the patterns of its name, such as %j.
         partition: partition of the job.
     """
 
@@ -58,6 +59,7 @@ class QueuedJob:
     nodes: str
     hosts: str
     folder: str
+    log: str
     partition: str
 
     @property

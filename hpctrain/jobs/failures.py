@@ -1,0 +1,41 @@
+"""Why a job has failed: from its run, or from the end of its log."""
+
+import re
+from pathlib import Path
+
+from hpctrain.cluster.texts import printable
+from hpctrain.errors import exit_codes
+from hpctrain.jobs.run_progress import Progress, end_of
+
+__all__ = ["cause"]
+
+# Bytes that are read from the end of a log.
+_TAIL = 2**16
+_LONGEST = 500
+_FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIVEN_UP])
+# The verdict of `hpctrain run`, or an error of hpctrain, with the rank's number before it.
+_VERDICT = re.compile(
+    r"(?:[0-9]+: )?hpctrain: (?:error: (.+)|(given up: .+)"
+    r"|(rank [0-9]+ .*failed first, .+?)(?:\. Its last lines:)?\Z)"
+)
+# Lines that Slurm adds when the ranks have ended.
+_OF_SLURM = ("srun: ", "slurmstepd")
+
+
+def cause(run: Progress | None, log: Path | None) -> str:
+    """Return in one line which rank failed first, on which host, with which error; else empty.
+
+    Args:
+        run: progress of the job's run. It has the cause only if the job had a Session.
+        log: log of the job.
+    """
+    if run is not None and run.status in _FAILED and run.reason:
+        text = run.reason
+    else:
+        tail = end_of(log, _TAIL)[0] if log is not None else b""
+        lines = tail.decode(errors="replace").splitlines()
+        verdicts = [match for match in map(_VERDICT.match, lines) if match]
+        others = [line for line in lines if line.strip() and not line.startswith(_OF_SLURM)]
+        text = verdicts[-1][verdicts[-1].lastindex or 0] if verdicts else "".join(others[-1:])
+    text = printable(text.strip())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
