@@ -157,7 +157,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="launcher whose environment variables the ranks get",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(command=_main)
+    parser.set_defaults(command=_reported)
+
+
+def _reported(arguments: argparse.Namespace) -> int:
+    """Run the command; an error that all tasks of a launcher have is printed by one of them."""
+    try:
+        return _main(arguments)
+    except UsageError as error:
+        from hpctrain.rendezvous import shared_errors
+
+        shared_errors.report(error, sys.stderr)
+        return error.exit_code
 
 
 def _main(arguments: argparse.Namespace) -> int:
@@ -196,8 +207,8 @@ def _by_place(
 
     start = launchers.survey()
     name = start.world.launcher
-    # The shell of `srun --pty` has the variables of a rank.
-    shell = bool(env.get("SLURM_PTY_PORT")) and name == "slurm"
+    # The shell of `srun --pty`, or a notebook's kernel under srun, has the variables of a rank.
+    shell = name == "slurm" and any(map(env.get, env_vars.OF_A_SHELL))
     nproc = arguments.nproc_per_node
     if name not in ("none", "hpctrain") and not shell:
         _check_outside_of_a_job(arguments)
@@ -252,7 +263,8 @@ def _in_slurm(
     from hpctrain.launch.job_hosts import Inside
     from hpctrain.launch.slurm_job import SlurmJob, stop_signals
 
-    in_batch = os.environ.get("ENVIRONMENT") == "BATCH"
+    notebook = os.environ.get(env_vars.KERNEL)
+    in_batch = os.environ.get("ENVIRONMENT") == "BATCH" and not notebook
     with stop_signals(in_batch) as received:
         own = Process.current().own(os.environ)
         job = SlurmJob.here(own, arguments.max_restarts)

@@ -33,6 +33,11 @@ SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
 AGENT = "HPCTRAIN_AGENT"  # what the agents of `hpctrain run` do
 
+# Variables of a process that a person uses: of `srun --pty`, and of a kernel of Jupyter.
+PTY_PORT = "SLURM_PTY_PORT"
+KERNEL = "JPY_PARENT_PID"
+OF_A_SHELL = (PTY_PORT, KERNEL)
+
 # The fields of a `World`, for a rank of `hpctrain run`.
 WORLD = (
     "HPCTRAIN_RANK",

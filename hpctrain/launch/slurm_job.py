@@ -17,6 +17,7 @@ from hpctrain import rundir
 from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
+from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import UsageError, exit_codes
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.process import signals
@@ -64,6 +65,10 @@ def own_environment(env: Mapping[str, str]) -> dict[str, str]:
             f"hpctrain: {env_vars.RUN_DIR} is ignored: it is that of the job that called sbatch\n"
         )
     own.pop(env_vars.STOP_FILE, None)
+    if any(map(own.get, env_vars.OF_A_SHELL)):
+        # In a task of srun, it is that of the step.
+        tasks, hosts = own.get("SLURM_NTASKS_PER_NODE", "1"), hosts_of_job(own)
+        own["SLURM_TASKS_PER_NODE"] = f"{tasks}(x{len(hosts)})"
     if not (env.get("SLURM_ARRAY_TASK_ID") or env.get("SLURM_RESTART_COUNT")):
         return own
     try:

@@ -394,3 +394,16 @@ def test_copy_that_fails_starts_no_rank_and_no_other_attempt(agent):
 
 def slurm_user():
     return os.environ.get("LOGNAME") or os.environ.get("USER") or "root"
+
+
+@pytest.mark.parametrize("variable", ["SLURM_PTY_PORT", "JPY_PARENT_PID"])
+def test_shell_or_notebook_in_a_task_of_srun_is_no_rank(slurm, agent, monkeypatch, variable):
+    """Check that the ranks are those of the job, and not the single task of the step."""
+    step = "ID=0 NUM_TASKS=1 NUM_NODES=1 NODELIST=node1 TASKS_PER_NODE=1"
+    task = "PROCID=0 LOCALID=0 NODEID=0 TASKS_PER_NODE=1 NTASKS=1 NTASKS_PER_NODE=2"
+    words = [f"STEP_{word}" for word in step.split()] + task.split()
+    for name, value in [(variable, "40000"), *(f"SLURM_{word}".split("=") for word in words)]:
+        monkeypatch.setenv(name, value)
+    output = agent("--", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert {"0: 0 of 2", "1: 1 of 2"} <= set(output.splitlines())
+    assert "requeue" not in str(calls(slurm))

@@ -213,7 +213,7 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
 
 def _in_step(others: Sequence[Launcher], env: Environ) -> bool:
     """Check whether this is a task of a step, and not an interactive shell of `srun --pty`."""
-    return any(launcher.name == "slurm" for launcher in others) and not env.get("SLURM_PTY_PORT")
+    return any(launcher.name == "slurm" for launcher in others) and not env.get(env_vars.PTY_PORT)
 
 
 def _is_complete(launcher: Launcher, env: Environ) -> bool:
