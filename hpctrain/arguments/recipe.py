@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         from hpctrain.rendezvous import shared_errors  # seldom needed
 
         error = self.refusal(message)
-        shared_errors.report(error, lambda _: sys.stderr.write(f"hpctrain: error: {error}\n"))
+        shared_errors.report(error, sys.stderr)
         self.exit(error.exit_code)
 
     def refusal(self, message: str) -> UsageError:

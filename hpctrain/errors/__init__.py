@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TextIO
 
 from hpctrain.errors import exit_codes
 
@@ -22,6 +23,7 @@ __all__ = [
     "UsageError",
     "repeated",
     "report_uncaught",
+    "write_error",
 ]
 
 
@@ -137,7 +139,24 @@ class ReplacedError(CheckpointError):
     """Another start took over the run directory, so this start must not commit checkpoints."""
 
 
-def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
+def write_error(error: HpctrainError, stream: TextIO | None = None) -> None:
+    """Write an error; only its first line where rank 0 writes all of it.
+
+    Args:
+        error: error to write.
+        stream: file to write to (default: standard error of this process).
+    """
+    # The hook of torch.distributed runs before that of `report_uncaught` and buffers sys.stderr
+    # until the latter returns, which it never does. So the message goes to the original stream.
+    stream = stream or sys.__stderr__ or sys.stderr
+    stream.write(f"hpctrain: error: {error.found if error.reported_by_rank_0 else error}\n")
+    stream.flush()
+
+
+def report_uncaught(
+    report: Callable[[HpctrainError], object] = write_error,
+    shows: Callable[[str], bool] = lambda _: True,
+) -> None:
     """Install a hook that ends the process without a traceback after an uncaught `HpctrainError`.
 
     The hook writes the message to standard error and exits with the error's exit code. It passes
@@ -145,8 +164,9 @@ def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
     `sys.excepthook`, so a notebook shows the exception like any other.)
 
     Args:
-        shows: returns whether this process shows the traceback of other exceptions; if not, the
-            hook prints one line.
+        report: function that writes the error.
+        shows: returns whether this process shows the traceback of another exception, for the empty
+            text, and if not, whether it shows a text that describes the exception in one line.
     """
     if getattr(sys.excepthook, "reports_hpctrain_errors", False):
         return
@@ -156,17 +176,15 @@ def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         if not isinstance(error, HpctrainError):
-            if shows():
+            text = f"{kind.__name__}: {error}"
+            first = shows(text)
+            if shows(""):
                 previous(kind, error, traceback)
-            else:
-                (sys.__stderr__ or sys.stderr).write(f"{kind.__name__}: {error}\n")
+            elif first:
+                (sys.__stderr__ or sys.stderr).write(f"{text}\n")
             return
         sys.stdout.flush()
-        # The hook of torch.distributed runs before this one and buffers sys.stderr until this
-        # hook returns, which it never does. So the message goes to the original stream.
-        stream = sys.__stderr__ or sys.stderr
-        stream.write(f"hpctrain: error: {error.found if error.reported_by_rank_0 else error}\n")
-        stream.flush()
+        report(error)
         # Python always uses exit code 1 for an uncaught exception. So the process exits here,
         # after running its exit handlers.
         atexit._run_exitfuncs()

@@ -27,7 +27,7 @@ from hpctrain.launch.containers import apptainer
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
-from hpctrain.rendezvous import Rendezvous, Roster, meet
+from hpctrain.rendezvous import Rendezvous, Roster, meet, shared_errors
 
 __all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
 
@@ -101,7 +101,7 @@ class End:
 
     Attributes:
         code: exit code of the first rank that failed, as in a shell; 0 on success.
-        ranks: number of ranks of all hosts.
+        ranks: number of ranks of all hosts; 0 if the agent could not start its ranks.
         first: first rank of this host that failed, or None.
         signal: signal that the agent has forwarded to the ranks, or None.
         stop_unhandled: whether a stop signal ended ranks before they had a session.
@@ -131,9 +131,11 @@ def main() -> int:
         cores.widen(env)
         end = run(plan, start.world, start.rendezvous_point, env)
     except HpctrainError as error:
-        if not error.reported_by_rank_0:
-            write_stderr(f"hpctrain: error: {error}\n")
-        return error.exit_code
+        os.environ[env_vars.EVIDENCE] = plan.folder  # where one of the agents notes that it prints
+        shared_errors.report(error)
+        usage = error.exit_code == UsageError.exit_code
+        end = End(error.exit_code, 0, None, None, False, usage)
+        _write(end, plan, os.uname().nodename)
     return end.code
 
 
@@ -169,8 +171,13 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
     finally:
         if stores is not None:
             stores.close()
-    rundir.replace(Path(plan.folder) / f"end-{met.world.node_rank}", json.dumps(asdict(end)))
+    _write(end, plan, str(met.world.node_rank))
     return end
+
+
+def _write(end: End, plan: Plan, host: str) -> None:
+    """Write the end of a host for `hosts.read_ends`."""
+    rundir.replace(Path(plan.folder) / f"end-{host}", json.dumps(asdict(end)))
 
 
 def _print(line: str) -> None:
@@ -271,7 +278,7 @@ def end_of(outcome: supervisor.Outcome, ranks: int, host: str) -> End:
     found = None
     if first is not None:
         failure = first.failure
-        only = not any(rank is not first and rank.has_traceback for rank in outcome.ranks)
+        only = {rank.traceback for rank in outcome.ranks} <= {"", first.traceback}
         found = FirstFailure(
             rank=first.number,
             host=host,

@@ -99,12 +99,14 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
             continue  # its host was lost as it wrote
     failures = [FirstFailure(**end["first"]) for end in ends if end["first"]]
     first = min(failures, key=lambda one: (one.caused_by_other_rank, one.time), default=None)
+    # The launcher of the agents may have ended the others, which gives it another exit code.
+    code = next((end["code"] for end in ends if not end["ranks"]), code)
     if first is not None:
         code = first.code
     return HostsEnd(
         code,
         stopped,
         first,
-        ranks=ends[0]["ranks"] if ends else 0,
+        ranks=max((end["ranks"] for end in ends), default=0),
         usage=bool(ends) and all(end["usage"] for end in ends),
     )

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hpctrain.cluster import launchers
-from hpctrain.errors import StartError
 from hpctrain.launch.rank_environment import Connection, of_rank
 from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_processes import no_program
 from hpctrain.launch.stores import Stores
 from hpctrain.rendezvous import meet
 
@@ -30,8 +30,9 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
         env: environment of this process.
 
     Raises:
-        UsageError: this process is not a separate rank, or tasks of the job would be idle.
-        StartError: not all ranks have connected, or the program cannot be started.
+        UsageError: this process is not a separate rank, tasks of the job would be idle, or there is
+            no such program.
+        StartError: not all ranks have connected.
     """
     stores = Stores() if start.world.rank == 0 else None
     entry = {"ports": stores.ports if stores else None}
@@ -54,9 +55,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     try:
         os.execvpe(command[0], list(command), environ)  # noqa: S606
     except OSError as error:
-        raise StartError(
-            "HT806", f"{command[0]} cannot be started: {error}", "a program on the PATH"
-        ) from None
+        raise no_program(command[0], error) from None
 
 
 def _print(line: str) -> None:

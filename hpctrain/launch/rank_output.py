@@ -33,6 +33,10 @@ _ERROR = b"hpctrain: error: "
 _ABORTED = re.compile(
     rb"what\(\):.*(Connection (closed|reset)|Broken pipe|[Tt]imed out|EnforceNotMet|remote process)"
 )
+# First lines of a traceback; that of a SyntaxError in a script has no title.
+_BEGINS = (TRACEBACK.encode(), b'  File "')
+_LONGEST_TRACEBACK = 1000
+_HELD_SECONDS = 1.0
 # A traceback after one of these lines belongs to the traceback before it.
 _CHAINED = (
     b"During handling of the above exception",
@@ -133,13 +137,20 @@ class _Sink:
 
 @dataclass(slots=True)
 class _Source:
-    """Output stream of a rank."""
+    """Output stream of a rank.
+
+    Attributes:
+        held: traceback after which nothing has come yet. If the rank ends with it, it is left out
+            if another rank has ended with the same one.
+    """
 
     stream: IO[bytes]
     sink: _Sink
     label: bytes
     tail: Tail | None
+    shows: Callable[[str], bool]
     rest: bytearray = field(default_factory=bytearray)
+    held: list[bytes] = field(default_factory=list)
 
     def feed(self, data: bytes) -> None:
         """Forward the complete lines; without a label, forward all data at once."""
@@ -156,18 +167,60 @@ class _Source:
         if len(self.rest) > _LONGEST_LINE:
             self.end()
 
-    def end(self) -> None:
-        """Forward the rest as a line, so that another rank's output begins on a new line."""
+    def end(self, complete: bool = False) -> None:
+        """Forward the rest as a line, so that another rank's output begins on a new line.
+
+        Args:
+            complete: whether the stream has ended.
+        """
         if self.rest:
             self._forward([bytes(self.rest) + b"\n"])
             self.rest.clear()
+        if self.held and complete and not self.shows(b"".join(self.held).decode(errors="replace")):
+            self.held.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Forward what is held back."""
+        if self.held:
+            self.sink.write(b"".join(self.label + line for line in self.held))
+            self.held.clear()
 
     def _forward(self, lines: list[bytes]) -> None:
-        if self.label and lines:
-            self.sink.write(b"".join(self.label + line for line in lines))
         if self.tail is not None:
             for line in lines:
                 self.tail.add(line)
+        if not self.label:
+            return
+        if self.tail is not None:
+            lines, self.held = _split([*self.held, *lines])
+        if lines:
+            self.sink.write(b"".join(self.label + line for line in lines))
+
+
+def _split(lines: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Return the lines before a traceback with which they end, and those of the traceback."""
+    before: list[bytes] = []
+    held: list[bytes] = []
+    for line in lines:
+        if held and not _continues(held, line):
+            before += held
+            held = []
+        (held if held or line.startswith(_BEGINS) else before).append(line)
+    return before, held
+
+
+def _continues(traceback: list[bytes], line: bytes) -> bool:
+    """Check whether a line may belong to the traceback before it.
+
+    Its lines are indented, except the first and the last one. With an empty line and a sentence,
+    another one may follow.
+    """
+    if len(traceback) >= _LONGEST_TRACEBACK:
+        return False
+    if line.startswith((b" ", b"\n", *_BEGINS, *_CHAINED)):
+        return True
+    return traceback[-1].startswith((b" ", *_BEGINS))
 
 
 class RankWithOutput(Protocol):
@@ -185,10 +238,16 @@ class Output:
         ranks: ranks to read from.
         labelled: whether each line begins with the rank; otherwise data are forwarded unchanged.
         done: function called in that thread when all output has been forwarded.
+        shows: returns whether a traceback is to be shown with which a rank has ended; not called
+            for unchanged data.
     """
 
     def __init__(
-        self, ranks: Iterable[RankWithOutput], labelled: bool, done: Callable[[], None]
+        self,
+        ranks: Iterable[RankWithOutput],
+        labelled: bool,
+        done: Callable[[], None],
+        shows: Callable[[str], bool],
     ) -> None:
         self._done = done
         self._selector = selectors.DefaultSelector()
@@ -202,7 +261,7 @@ class Output:
                 (rank.process.stderr, err, rank.tail),
             ):
                 assert stream is not None
-                source = _Source(stream, sink, label, tail)
+                source = _Source(stream, sink, label, tail, shows)
                 self._selector.register(stream, selectors.EVENT_READ, source)
         threading.Thread(target=self._copy, name="hpctrain output", daemon=True).start()
 
@@ -213,10 +272,16 @@ class Output:
     def _copy(self) -> None:
         try:
             while len(self._selector.get_map()) > 1:
-                ready = [key.data for key, _ in self._selector.select() if key.data]
+                sources = [key.data for key in self._selector.get_map().values() if key.data]
+                held = any(source.held for source in sources)
+                events = self._selector.select(_HELD_SECONDS if held else None)
+                ready = [key.data for key, _ in events if key.data]
                 for source in ready:
                     self._read(source)
-                if not ready:
+                if not events:
+                    for source in sources:
+                        source.release()
+                elif not ready:
                     break  # `stop` was called, and no more data are there
         finally:
             for key in list(self._selector.get_map().values()):
@@ -232,6 +297,6 @@ class Output:
         if data:
             source.feed(data)
         else:
-            source.end()
+            source.end(complete=True)
             self._selector.unregister(source.stream)
             source.stream.close()

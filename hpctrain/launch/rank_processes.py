@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,14 +14,15 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
-from hpctrain.errors import StartError
+from hpctrain.errors import StartError, UsageError
 from hpctrain.launch import guard
 from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Guard", "Rank", "end_with_parent"]
+__all__ = ["Guard", "Rank", "end_with_parent", "no_program"]
 
 _LIBC = ctypes.CDLL(None)
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -81,6 +83,7 @@ class Rank:
             folder: working directory; None for that of this process.
 
         Raises:
+            UsageError: there is no such program.
             StartError: the system cannot start another process.
         """
         try:
@@ -94,6 +97,8 @@ class Rank:
                 start_new_session=True,
                 preexec_fn=partial(_prepare, cores) if bind else None,  # noqa: PLW1509, see above
             )
+        except (FileNotFoundError, PermissionError) as error:
+            raise no_program(command[0], error) from None
         except OSError as error:
             raise StartError(
                 "HT212",
@@ -133,9 +138,9 @@ class Rank:
                 stream.close()
 
     @property
-    def has_traceback(self) -> bool:
-        """Whether its last lines have a traceback."""
-        return TRACEBACK in self.tail.text()
+    def traceback(self) -> str:
+        """Traceback in its last lines, without the title; empty without one."""
+        return self.tail.text().partition(TRACEBACK)[2]
 
     def describe_end(self, brief: bool = False, only: bool = False) -> str:
         """Describe how the rank ended, with its last lines.
@@ -143,8 +148,8 @@ class Rank:
         Args:
             brief: whether to leave out a traceback that is already on standard error, if the rank
                 has written a failure record.
-            only: whether no other rank has printed a traceback; then its own is easy to find, and
-                is left out as well.
+            only: whether no other rank has printed another traceback; then its own is easy to
+                find, and is left out as well.
         """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
@@ -153,11 +158,30 @@ class Rank:
             return f"{how}: {self.failure.description}" + (f"\n{text.rstrip()}" if text else "")
         output = self.tail.text()
         if brief and only and TRACEBACK in output:
-            return f"{how}: {output.splitlines()[-1]}"
+            last = output.splitlines()[-1]
+            return f"{how}: {last}{self._how_to_install(last)}"
         lines = "".join(f"\n  {line}" for line in output.splitlines())
         if not output:
             return f"{how}, without output on standard error"
         return f"{how}. Its last lines:{lines}"
+
+    def _how_to_install(self, error: str) -> str:
+        """Return what to type after the error of a missing package; empty for other errors."""
+        missing = _MISSING.search(error)
+        if missing is None:
+            return ""
+        program = str(self.process.args[0])  # type: ignore[index]
+        python = program if "python" in os.path.basename(program) else "python"
+        return (
+            f"\n  fix:      activate the environment with {missing[1]} before hpctrain run"
+            f"\n  or:       {python} -m pip install {missing[1]}"
+        )
+
+
+def no_program(name: str, error: OSError) -> UsageError:
+    """Return the error for a program that cannot be started."""
+    expected = "a program on the PATH, or the path of one"
+    return UsageError("HT806", f"{name} cannot be started: {error.strerror}", expected)
 
 
 def _name(number: int) -> str:

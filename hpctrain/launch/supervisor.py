@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,12 @@ def run(
                 bound_to = cores[index] if cores else None
                 ranks.append(Rank.start(number, command, own, bind, bound_to, folder))
                 guard.add(ranks[-1])
-            output = Output(ranks, labelled, lambda: events.put(None))
+            output = Output(
+                ranks,
+                labelled,
+                lambda: events.put(None),
+                partial(failure_record.shows, {env_vars.EVIDENCE: str(exit_status_file.parent)}),
+            )
             watch.wait()
             watch.drain(_SECONDS_TO_DRAIN)
         finally:

@@ -3,11 +3,13 @@
     FOLDER/session-RANK     the rank has opened a session
     FOLDER/failure-RANK     JSON with the fields of `Failure`
     FOLDER/shown            process id of the rank whose traceback is on standard error
+    FOLDER/shown-HASH       process id of the rank that has written an error with this text
 
 Only the standard library is imported, because `hpctrain run` reads these files.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -65,13 +67,17 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 
-def shows(env: Mapping[str, str]) -> bool:
-    """Check whether this rank shows its traceback: the first rank that fails, or a single rank."""
-    # Where nothing can be written, every rank shows its traceback.
+def shows(env: Mapping[str, str], text: str = "") -> bool:
+    """Check whether this rank shows its traceback, or an error with a text.
+
+    The first rank does that fails, or the first one with that text.
+    """
+    name = "shown"
+    if text:
+        name += f"-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:16]}"
     folder = env.get(env_vars.EVIDENCE)
-    return (
-        not folder or _write(env, "shown", str(os.getpid())) or not Path(folder, "shown").exists()
-    )
+    # Where nothing can be written, every rank shows it.
+    return not folder or _write(env, name, str(os.getpid())) or not Path(folder, name).exists()
 
 
 def shown(folder: Path) -> int | None:

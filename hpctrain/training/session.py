@@ -18,7 +18,7 @@ from hpctrain import data
 from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
 from hpctrain.cluster import env_vars, launchers
-from hpctrain.errors import HpctrainError, UsageError, exit_codes, report_uncaught
+from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
@@ -30,6 +30,7 @@ from hpctrain.process.phases import (
     UPDATING,
     WAITING,
 )
+from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
 from hpctrain.training.consensus import meet
@@ -73,7 +74,7 @@ class Session:
     """
 
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
-        report_uncaught(lambda: failure_record.shows(os.environ))
+        shared_errors.report_uncaught()
         self.options = Options.of(namespace, keywords)
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
