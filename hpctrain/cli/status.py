@@ -59,7 +59,7 @@ def _main(arguments: argparse.Namespace) -> int:
 def _put_details(statuses: Sequence[JobStatus]) -> None:
     for status in statuses:
         if lines := job_tables.details(status):
-            put(f"job {status.label}\n{lines}")
+            put(f"{f'job {status.label}' if status.label else status.run_dir}\n{lines}")
 
 
 def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:

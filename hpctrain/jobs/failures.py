@@ -7,12 +7,13 @@ from hpctrain.cluster.texts import printable
 from hpctrain.errors import exit_codes
 from hpctrain.jobs.run_progress import Progress, end_of
 
-__all__ = ["cause"]
+__all__ = ["FAILED", "cause"]
 
 # Bytes that are read from the end of a log.
 _TAIL = 2**16
 _LONGEST = 500
-_FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIVEN_UP])
+#: How a run ends that has failed.
+FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIVEN_UP])
 # The verdict of `hpctrain run`, or an error of hpctrain, with the rank's number before it.
 _VERDICT = re.compile(
     r"(?:[0-9]+: )?hpctrain: (?:error: (.+)|(given up: .+)"
@@ -29,7 +30,7 @@ def cause(run: Progress | None, log: Path | None) -> str:
         run: progress of the job's run. It has the cause only if the job had a Session.
         log: log of the job.
     """
-    if run is not None and run.status in _FAILED and run.reason:
+    if run is not None and run.status in FAILED and run.reason:
         text = run.reason
     else:
         tail = end_of(log, _TAIL)[0] if log is not None else b""

@@ -45,13 +45,16 @@ class JobStatus:
     @property
     def log(self) -> Path | None:
         """Path of the job's log; None if it is unknown."""
-        return log_names.of_job(self.queued) if self.queued is not None else None
+        if self.queued is not None:
+            return log_names.of_job(self.queued)
+        return log_names.of_forgotten(self.label)
 
     @property
     def failed(self) -> bool:
         """Whether the job has ended without success; False for a cancelled one."""
-        record = self.queued or self.ended
-        return record is not None and record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
+        if record := self.queued or self.ended:
+            return record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
+        return self.run_status in failures.FAILED
 
     @property
     def failure(self) -> str:
@@ -92,7 +95,7 @@ def as_json(status: JobStatus) -> dict[str, Any]:
         "reason": None,
         "explanation": None,
         "failure": status.failure or None,
-        "log": str(status.log) if status.log else None,
+        "log": os.path.abspath(status.log) if status.log else None,
     }
     if status.queued is not None:
         values |= _queued(status.queued)

@@ -64,10 +64,10 @@ def details(status: JobStatus) -> str:
         lines.append(("log:", place(status.log)))
     if status.failed and status.run_dir is not None and _has_checkpoints(status.run_dir):
         again = f"--run-dir {shlex.quote(place(status.run_dir))} -- … --resume"
-        lines += [
-            ("continue:", f"hpctrain requeue {status.label}"),
-            ("or:", f"hpctrain submit … {again} (with other code or options)"),
-        ]
+        ways = [f"hpctrain submit … {again} (with other code or options)"]
+        if status.queued is not None:
+            ways.insert(0, f"hpctrain requeue {status.label}")
+        lines += zip(("continue:", "or:"), ways, strict=False)
     return "".join(f"  {name:9} {text}\n" for name, text in lines)
 
 

@@ -1,4 +1,4 @@
-"""Names of log files, as sbatch expands them. Pure."""
+"""Names of log files, as sbatch expands them."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
 
-__all__ = ["filled", "of_job"]
+__all__ = ["filled", "of_forgotten", "of_job"]
 
 _PATTERN = re.compile(r"%(?:%|(?P<width>\d*)(?P<letter>[A-Za-z]))")
 
@@ -53,3 +53,11 @@ def of_job(job: slurm.QueuedJob) -> Path | None:
         return Path(job.folder, filled(job.log, values)) if job.log else None
     except (LookupError, UsageError):
         return None
+
+
+def of_forgotten(label: str) -> Path | None:
+    """Return the log of a job that Slurm has forgotten, by its default names; None without it."""
+    if not slurm.is_label(label):
+        return None
+    name = f"*-{label}.log"
+    return next((path for folder in ("runs", ".") for path in Path(folder).glob(name)), None)

@@ -8,14 +8,17 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from hpctrain.cluster import slurm
+from hpctrain.cluster.texts import nearest
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["MEANINGS", "absent", "refused"]
 
+_FIELDS = {field.name: field for field in fields(JobSpec)}
 # Pattern for sbatch's text, the names of JobSpec that can fix it, and what Slurm expects.
 # The first row that matches counts.
 MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -27,8 +30,10 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("time limit|invalid --time", ("time", "partition"), "at most the partition's limit"),
     ("accounting/qos policy|job violates|limit.*exceeded|too many jobs|maximum.*job",
      ("qos", "time", "nodes", "array"), "what account and qos allow: fewer or smaller jobs"),
-    ("node count|invalid number of nodes|more processors requested",
-     ("nodes", "tasks_per_node", "exclude"), "a number that the partition has"),
+    ("more processors requested",
+     ("cpus_per_task", "tasks_per_node", "nodes", "partition"), "what the partition has"),
+    ("node count|invalid number of nodes",
+     ("nodes", "exclude", "partition"), "a number that the partition has"),
     ("invalid node name|nodelist", ("exclude", "extra"), "names of this cluster's hosts"),
     ("memory", ("memory", "partition"), "what a host of the partition has"),
     ("generic resource|gres|invalid trackable", ("gpus_per_node", "extra"),
@@ -99,9 +104,10 @@ def refused(
     names, expected = _meaning(message, spec)
     if not names:
         return StartError("HT817", summary)
-    if valid := _valid(names[0], env):
-        expected += f": {valid}"
-    return UsageError("HT817", summary, expected, *_fixes(names, spec, option_of))
+    values, listed = _accepted(names[0], spec, env)
+    if listed:
+        expected += f": {', '.join(listed)}"
+    return UsageError("HT817", summary, expected, *_fixes(names, values, spec, option_of))
 
 
 def _meaning(message: str, spec: JobSpec) -> tuple[list[str], str]:
@@ -115,43 +121,57 @@ def _meaning(message: str, spec: JobSpec) -> tuple[list[str], str]:
 
 def _is_set(spec: JobSpec, name: str) -> bool:
     value: Any = getattr(spec, name)
-    return value not in (None, "", "0", (), {})
+    return value not in (_FIELDS[name].default, None, (), {})
 
 
-def _fixes(names: list[str], spec: JobSpec, option_of: Callable[[str], str]) -> list[str]:
+def _fixes(
+    names: list[str], values: list[str], spec: JobSpec, option_of: Callable[[str], str]
+) -> list[str]:
+    """Return what to type: an option, with a value that Slurm accepts if there is one.
+
+    Args:
+        names: names of JobSpec; the values are those of the first one.
+        values: values that Slurm accepts, the default one first.
+        spec: job that was refused.
+        option_of: function that returns the option for a name.
+    """
     fixes = []
     for name in names[:4]:
-        value = getattr(spec, name)
-        current = (
-            f", which is {value}" if _is_set(spec, name) and name not in ("extra", "sweep") else ""
-        )
+        current = str(getattr(spec, name)) if _is_set(spec, name) else ""
+        shown = current and name not in ("extra", "sweep")
+        others = [value for value in values if value != current] if name == names[0] else []
+        value = nearest(current, others) or (others or [_FIELDS[name].metadata["metavar"]])[0]
         # In Python there is no JOB.toml.
-        in_python = option_of(name) == name
-        fixes.append(
-            f"{name}{current}" if in_python else f"{option_of(name)} ({name} in JOB.toml{current})"
-        )
+        if option_of(name) == name:
+            fixes.append(f"{name}={value!r}" + (f" (it is {current!r})" if shown else ""))
+        else:
+            was = f"it is {current}; " if shown else ""
+            fixes.append(f"{f'{option_of(name)} {value}'.rstrip()} ({was}{name} in JOB.toml)")
     return fixes
 
 
-def _valid(name: str, env: Mapping[str, str]) -> str:
-    """Return the values that Slurm accepts; empty if they cannot be listed."""
+def _accepted(name: str, spec: JobSpec, env: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return values that Slurm accepts, the default one first, and a list of all for the user.
+
+    Both are empty if they are not known.
+    """
     try:
-        if name in ("partition", "time"):
-            return "; ".join(
-                dict.fromkeys(
-                    f"{partition.name} (up to {partition.limit})"
-                    for partition in slurm.partitions(env)
-                    if partition.up
-                )
-            )
-        if name == "account":
-            return ", ".join(slurm.accounts(_user(env), env))
-        if name == "gpus_per_node":
-            kinds = {partition.gpus for partition in slurm.partitions(env) if partition.gpus}
-            return ", ".join(sorted(kinds)) or "none"
+        if name in ("account", "qos"):
+            values = (slurm.accounts if name == "account" else slurm.qualities)(_user(env), env)
+            return values, values
+        if name not in ("partition", "time", "gpus_per_node"):
+            return [], []
+        partitions = [partition for partition in slurm.partitions(env) if partition.up]
     except slurm.NoAnswerError:
-        pass
-    return ""
+        return [], []
+    partitions.sort(key=lambda one: (one.name != spec.partition, not one.default))
+    if name == "gpus_per_node":
+        kinds = list(dict.fromkeys(one.gpus for one in partitions if one.gpus))
+        return [kind.removeprefix("gpu:") for kind in kinds] or ["0"], kinds or ["none"]
+    listed = list(dict.fromkeys(f"{one.name} (up to {one.limit})" for one in partitions))
+    if name == "partition":
+        return [one.name for one in partitions], listed
+    return [one.limit for one in partitions[:1] if one.limit != "infinite"], listed
 
 
 def _user(env: Mapping[str, str]) -> str:

@@ -47,17 +47,17 @@ def exit_with(code):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("option", "message", "fix"),
     [
-        ("--account", "an account that may use the partition and the qos: root, physics"),
-        ("--qos", "a qos of the account's"),
+        ("--account", "that may use the partition and the qos: root, physics", "--account root"),
+        ("--qos", "a qos of the account's: normal", "--qos normal"),
     ],
 )
-def test_submit_refuses_unknown_account_and_qos(hpctrain, option, message):
+def test_submit_refuses_unknown_account_and_qos(hpctrain, option, message, fix):
     done = hpctrain("submit", option, "nobody", *exit_with(0))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    assert f"{option} (" in done.stderr
+    assert f"  fix:      {fix} (it is nobody; " in done.stderr
 
 
 def test_site_write_lists_accounts_that_jobs_then_use(accounted_cluster, hpctrain, tmp_path):

@@ -177,6 +177,31 @@ def test_status_finds_run_directory_in_batch_script(fake):
     assert not Path("x").exists()
 
 
+def test_status_of_a_named_job_shows_first_failure_log_and_commands(fake, capsys):
+    path = make_run("train-70", "given-up", label="70")
+    path.joinpath("checkpoints", "step-00000009").mkdir(parents=True)
+    cause = "rank 2 on node3 failed, with signal SIGKILL"
+    path.joinpath("summary.json").write_text(json.dumps({"status": "given-up", "reason": cause}))
+    Path("runs/train-70.log").touch()
+    failed = job("70", State="FAILED", exit_code="19456", WorkDir=os.getcwd())
+    fake.jobs(failed, job("71", WorkDir=os.getcwd()))
+    assert "cause:" not in run_status(capsys).out
+    block = [
+        "job 70",
+        f"  cause:    {cause}",
+        "  log:      runs/train-70.log",
+        "  continue: hpctrain requeue 70",
+        "  or:       hpctrain submit … --run-dir runs/train-70 -- … --resume (with other code or "
+        "options)",
+    ]
+    assert run_status(capsys, "71", "70").out.splitlines()[3:] == block
+    # Also when Slurm has forgotten the job, whose log may be in the submit directory.
+    Path("runs/train-70.log").rename("train-70.log")
+    fake.jobs()
+    block[2:5] = ["  log:      train-70.log", block[4].replace("or:      ", "continue:")]
+    assert run_status(capsys, "train-70").out.splitlines()[2:] == block
+
+
 def test_status_finds_run_that_later_job_resumes(fake):
     path = make_run("train-12", label="70")
     fake.jobs(job("70", WorkDir=os.getcwd()))

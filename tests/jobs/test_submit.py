@@ -322,26 +322,30 @@ def test_submit_notes_what_may_be_missing(fake, values, note):
 
 # Refusals.
 
-FULL = {"command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5h", "memory": "9T"}
+FULL = {
+    "command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5h", "memory": "9T",
+    "cpus_per_task": 900,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("message", "option"),
     [
-        ("Batch job submission failed: Invalid partition name specified", "--partition"),
-        ("Required partition not available (inactive or drain)", "--partition"),
-        ("Invalid account or account/partition combination specified", "--account"),
-        ("Invalid qos specification", "--qos"),
-        ("Requested time limit is invalid (missing or exceeds some limit)", "--time"),
-        ("Job violates accounting/QOS policy (job submit limit, user's size)", "--qos"),
-        ("Node count specification invalid", "--nodes"),
-        ("Memory required by task is not available", "--memory"),
-        ("Invalid generic resource (gres) specification", "--gpus-per-node"),
-        ("Invalid feature specification", "--constraint"),
-        ("Job dependency problem", "--dependency"),
-        ("Invalid job array specification", "--array"),
-        ("Requested node configuration is not available", "--memory"),
-        ("Invalid --mail-type specification", "--mail-events"),
+        ("Batch job submission failed: Invalid partition name specified", "--partition NAME"),
+        ("Required partition not available (inactive or drain)", "--partition NAME"),
+        ("Invalid account or account/partition combination specified", "--account NAME"),
+        ("Invalid qos specification", "--qos NAME"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "--time TIME"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size)", "--qos NAME"),
+        ("Node count specification invalid", "--partition NAME"),
+        ("More processors requested than permitted", "--cpus-per-task N"),
+        ("Memory required by task is not available", "--memory SIZE"),
+        ("Invalid generic resource (gres) specification", "--gpus-per-node N"),
+        ("Invalid feature specification", "--constraint EXPR"),
+        ("Job dependency problem", "--dependency JOBS"),
+        ("Invalid job array specification", "--array INDICES"),
+        ("Requested node configuration is not available", "--memory SIZE"),
+        ("Invalid --mail-type specification", "--mail-events EVENTS"),
         ("sbatch: unrecognized option '--bogus'", "--extra"),
     ],
 )
@@ -380,8 +384,25 @@ def test_sbatch_refusal_lists_valid_values(fake):
     spec = JobSpec(command="x", partition="p", gpus_per_node="9")
     error = sbatch_errors.refused("invalid partition", spec, fake.env, str)
     assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
+    assert error.fixes == ("partition='main' (it is 'p')",)
     error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env, str)
     assert "gpu:v100:4" in error.expected
+    assert error.fixes == ("gpus_per_node='v100:4' (it is '9')",)
+
+
+def test_sbatch_refusal_proposes_a_value_to_type(fake):
+    fake.command("sinfo", "main*|infinite|4|up|(null)\nshort|2:00:00|4|up|(null)")
+    fake.command("sacctmgr", "physics\nroot")
+    spec = JobSpec(command="x", partition="short", time="5h", account="fisics", qos="high")
+    for message, fixes in (
+        ("time limit", ["--time 2:00:00 (it is 05:00:00", "--partition NAME (it is short"]),
+        ("invalid partition", ["--partition main (it is short"]),
+        ("invalid account", ["--account physics (it is fisics", "--partition", "--qos"]),
+        ("invalid qos", ["--qos physics (it is high", "--account"]),
+    ):
+        error = sbatch_errors.refused(message, spec, fake.env, job_options.option)
+        starts = zip(error.fixes, fixes, strict=True)
+        assert all(fix.startswith(expected) for fix, expected in starts), error.fixes
 
 
 # Waiting.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
-    from hpctrain.cluster.slurm.accounting import Ended, accounts, ended
+    from hpctrain.cluster.slurm.accounting import Ended, accounts, ended, qualities
     from hpctrain.cluster.slurm.batch import (
         Answer,
         batch_script,
@@ -54,6 +54,7 @@ __all__ = [
     "job_state",
     "jobs",
     "partitions",
+    "qualities",
     "requeue",
     "requeue_unended",
     "sbatch",
@@ -64,7 +65,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "accounting": ("Ended", "accounts", "ended"),
+        "accounting": ("Ended", "accounts", "ended", "qualities"),
         "batch": ("Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"),
         "command": ("NoAnswerError",),
         "sinfo": ("Partition", "partitions"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.slurm.command import NoAnswerError, ask
 
-__all__ = ["Ended", "accounts", "ended"]
+__all__ = ["Ended", "accounts", "ended", "qualities"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,22 @@ def accounts(user: str, env: Mapping[str, str]) -> list[str]:
     Raises:
         NoAnswerError: there is no accounting, or it did not answer.
     """
-    argv = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show"]
-    names = ask([*argv, "associations", f"user={user}", "format=Account"], env).split("\n")
-    default = ask([*argv, "user", user, "format=DefaultAccount"], env).strip()
-    return sorted({name for name in names if name}, key=lambda name: (name != default, name))
+    names = _show(["associations", f"user={user}", "format=Account"], env)
+    default = _show(["user", user, "format=DefaultAccount"], env)
+    return sorted(set(names), key=lambda name: (name not in default, name))
+
+
+def qualities(user: str, env: Mapping[str, str]) -> list[str]:
+    """Return the qualities of service (QOS) that a user may ask for, sorted.
+
+    Raises:
+        NoAnswerError: there is no accounting, or it did not answer.
+    """
+    lists = _show(["associations", f"user={user}", "format=QOS"], env)
+    return sorted({name for names in lists for name in names.split(",")})
+
+
+def _show(words: list[str], env: Mapping[str, str]) -> list[str]:
+    """Return the lines of `sacctmgr show` that are not empty."""
+    output = ask(["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", *words], env)
+    return [line.strip() for line in output.splitlines() if line.strip()]
