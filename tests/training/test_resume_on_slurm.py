@@ -99,7 +99,7 @@ def check_finished(job, references, options=(), twice=None):
     assert len(job.begins()) == 1 or job.begins()[-1] > 0
     faults.same(job.run.path, references(SIZE, *options), twice)
     assert json.loads(job.run.summary.read_text())["status"] == "done"
-    assert not list(Path().rglob(".attempts-*"))
+    assert not list(Path().rglob(f".attempts-{job.number}-*"))
 
 
 def test_preemption_by_usr2_requeues_and_resumes(submit, references):
@@ -214,7 +214,7 @@ def test_preemption_of_an_array_task_requeues_no_other_task(cluster, submit, ref
 @pytest.mark.slow
 def test_preemption_without_requeue_prints_the_command_that_resumes(cluster, submit, references):
     """Stop a job without the right to requeue, and continue by the sbatch line that it prints."""
-    job = submit("--no-requeue", script=(*SLOW, "--fault=usr2@4:rank2"))
+    job = submit("--no-requeue", script=(*SLOW, "--run-dir", "run", "--fault=usr2@4:rank2"))
     assert job.ended() == ("FAILED", 75, 0), job.log
     assert job.run.steps()[-1] == json.loads(job.run.summary.read_text())["step"]
     assert f"job {job.number} is not started again: scontrol: " in job.log
