@@ -417,8 +417,8 @@ CODES: dict[str, Code] = {
             "A host or the network failed.",
             "A rank did not answer within `--timeout`.",
         ),
-        "Read the first error in the logs of the other ranks, and check their hosts. "
-        "Start again with `--resume`.",
+        "Read the first error in the logs of the other ranks, and check their hosts. In a job, "
+        "`hpctrain run` starts the ranks again by itself. Else start again with `--resume`.",
     ),
     "HT310": Code(
         "Some trained parameters got no gradient, so `ddp` cannot finish the exchange.",

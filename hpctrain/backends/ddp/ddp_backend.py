@@ -266,7 +266,7 @@ class DDP(Backend):
             f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
             "all ranks until the end of the run",
             "look for the first error in the logs of the other ranks, and check their hosts",
-            "--resume (it continues from the newest checkpoint)",
+            "--resume (from the newest checkpoint; in a job, hpctrain run does so by itself)",
         )
 
     def _unused(self, text: str) -> HpctrainError:
