@@ -15,7 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs import site, values
 from hpctrain.jobs.spec import JobSpec, names
 
-__all__ = ["Described", "add_job_options", "gather", "option", "spec_from"]
+__all__ = ["EXAMPLE", "Described", "add_job_options", "gather", "option", "spec_from"]
 
 # Options with another name than their field: they are given once for each entry.
 _REPEATED = {
@@ -26,9 +26,12 @@ _REPEATED = {
     "setup": ("--setup", "LINE"),
     "finish": ("--finish", "LINE"),
 }
+# First field of each group of options.
 _GROUPS = {
-    "what runs": ("about", "elastic"),
-    "where, how long, how often": ("nodes", "output"),
+    "about": "what runs",
+    "nodes": "where, how long, how often",
+    "signal": "how it stops and continues",
+    "environment": "its environment",
 }
 # sbatch's short options, with the field of each.
 _SHORT = {
@@ -36,7 +39,7 @@ _SHORT = {
     "c": "cpus_per_task", "J": "name", "G": "gpus_per_node", "q": "qos", "C": "constraint",
     "d": "dependency", "a": "array", "x": "exclude",
 }  # fmt: skip
-_EXAMPLE = "hpctrain submit --nodes 2 --gpus-per-node 4 -- python train.py"
+EXAMPLE = "hpctrain submit --nodes 2 --gpus-per-node 4 -- python train.py"
 
 
 def option(name: str) -> str:
@@ -107,10 +110,9 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "JOB.toml has a command, they are more arguments for it",
     )
     group: Any = parser
-    group_titles = {first: title for title, (first, _) in _GROUPS.items()}
     for field in dataclasses.fields(JobSpec):
-        if field.name in group_titles:
-            group = parser.add_argument_group(group_titles[field.name])
+        if field.name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[field.name])
         if field.name != "command":
             _add(group, field)
     own_options = {option(field.name) for field in dataclasses.fields(JobSpec)} | {
@@ -191,7 +193,7 @@ def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
 
 def _no_command() -> UsageError:
     return UsageError(
-        "HT803", "no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE
+        "HT803", "no command to run", "a JOB.toml that has one, or -- COMMAND", EXAMPLE
     )
 
 
@@ -226,7 +228,7 @@ def _job(path: str) -> dict[str, Any]:
     """Return the checked values of a JOB.toml."""
     if not path.endswith(".toml"):
         raise UsageError(
-            "HT803", f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE
+            "HT803", f"{path} is no .toml", "a JOB.toml, or -- before the command", EXAMPLE
         )
     from hpctrain.jobs import job_files  # imports the TOML parser, which few commands need
 

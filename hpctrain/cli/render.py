@@ -15,8 +15,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.allow_abbrev = False  # options after the command belong to it
     parser.description = (
-        "Writes the script that `hpctrain submit` would pass to sbatch to standard "
-        "output, without asking Slurm or starting a process."
+        "Writes a script for sbatch to standard output, as `hpctrain submit` would, without asking "
+        "Slurm or starting a process. Its log is in the folder of the submission, as Slurm makes "
+        "no folder, and it runs the code as it is."
     )
     parser.add_argument("-o", "--to", metavar="FILE", help="new file for the script")
     add_job_options(parser)

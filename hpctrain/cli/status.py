@@ -19,7 +19,8 @@ __all__ = ["add"]
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
-        "Shows your jobs that wait or run, and ended jobs that Slurm still lists. "
+        "Shows your jobs that wait or run, and ended jobs that Slurm still lists. Of named jobs it "
+        "also shows the log, and if one has failed, the cause and how to continue. "
         "Without Slurm, shows the runs below ./runs."
     )
     parser.add_argument(

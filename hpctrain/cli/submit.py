@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli.job_options import Described, add_job_options, gather, option
+from hpctrain.cli.job_options import EXAMPLE, Described, add_job_options, gather, option
 from hpctrain.errors import UsageError
 from hpctrain.jobs import script, submission
 from hpctrain.jobs.spec import JobSpec
@@ -22,6 +22,7 @@ _DETACHED = 130  # a shell's exit code after Ctrl-C
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.allow_abbrev = False  # options after the command belong to it
+    parser.usage = "hpctrain submit [options] [JOB.toml] [-- COMMAND ...]"
     parser.description = (
         "Writes the batch script of a job and submits it from the current folder. "
         "Standard output gets only the job's number, standard error its log, its run directory and "
@@ -51,6 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--follow", action="store_true", help="as --wait, with the job's log on standard error"
     )
     add_job_options(parser)
+    parser.epilog = f"Example: {EXAMPLE}"
     parser.set_defaults(command=_main)
 
 

@@ -131,7 +131,10 @@ class JobSpec:
         "EVENTS",
     )
     output: str = _field(
-        values.log, "", "log file, with Slurm's patterns (default: %%x-%%j.log)", "PATTERN"
+        values.log,
+        "",
+        "log file, with Slurm's patterns (default: runs/%%x-%%j.log, of render %%x-%%j.log)",
+        "PATTERN",
     )
 
     signal: str = _field(values.one_of(SIGNALS), "USR2", "signal at which the script saves", "NAME")
