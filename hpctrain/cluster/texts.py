@@ -16,13 +16,16 @@ def listed(words: Sequence[str]) -> str:
 
 
 def ranks_text(
-    ranks: Collection[int], hosts: Mapping[int, str] | Sequence[str] | None = None
+    ranks: Collection[int],
+    hosts: Mapping[int, str] | Sequence[str] | None = None,
+    noun: str = "rank",
 ) -> str:
     """Format ranks as `rank 3`, `ranks 3, 5 and 7-9` or `ranks 3 and 5 on node7`.
 
     Args:
         ranks: numbers of the ranks.
         hosts: host name by rank, if the text has to name the hosts too.
+        noun: what the numbers count.
     """
     numbers = sorted(ranks)
     spans: list[str] = []
@@ -30,9 +33,9 @@ def ranks_text(
     for _, row in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         span = [str(rank) for _, rank in row]
         spans += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else span
-    text = f"rank{'s' if len(numbers) > 1 else ''} {listed(spans)}"
+    text = f"{noun}{'s' if len(numbers) > 1 else ''} {listed(spans)}"
     if len(spans) > _MOST_WORDS:
-        text += f" ({len(numbers)} ranks)"
+        text += f" ({len(numbers)} {noun}s)"
     if hosts is None:
         return text
     return f"{text} on {listed(list(dict.fromkeys(hosts[rank] for rank in numbers)))}"

@@ -160,7 +160,9 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
             "nproc": plan.nproc,
             "ports": stores.ports if stores else None,
         }
-        met = meet(world, point, entry, _START_SECONDS, _print, check=_check_nproc)
+        met = meet(
+            world, point, entry, _START_SECONDS, _print, check=_check_nproc, noun="host", option=""
+        )
         if met.listener is not None:
             met.listener.close()
         if stores is not None:

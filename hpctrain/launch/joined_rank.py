@@ -37,7 +37,8 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     stores = Stores() if start.world.rank == 0 else None
     entry = {"ports": stores.ports if stores else None}
     point = start.rendezvous_point
-    met = meet(start.world, point, entry, _START_SECONDS, _print, start.stray or start.waste)
+    mistake = start.stray or start.waste
+    met = meet(start.world, point, entry, _START_SECONDS, _print, mistake, option="")
     if met.listener is not None:
         met.listener.close()
     world, roster = met.world, met.roster

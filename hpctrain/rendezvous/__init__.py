@@ -74,6 +74,8 @@ def meet(
     check: Callable[[Roster], None] = lambda _: None,
     store: KeyValueStore | None = None,
     folder: Path | None = None,
+    noun: str = "rank",
+    option: str = "--start-timeout",
     clock: Clock = time.monotonic,
 ) -> Rendezvous:
     """Wait for all ranks of the world, and return the roster and the complete World.
@@ -93,6 +95,8 @@ def meet(
         store: the launcher's own store, in which rank 0 can publish its addresses.
         folder: folder on a file system that all hosts share. If nothing else leads to rank 0, it
             publishes its addresses in a file there during the rendezvous.
+        noun: what a rank is called in texts: it may stand for a host.
+        option: option of the command that sets `timeout`, for the error; empty without one.
         clock: clock in seconds, for every time-out; tests pass their own.
 
     Raises:
@@ -122,13 +126,14 @@ def meet(
         )
         if world.rank == 0:
             server = RendezvousServer(
-                world, point, credentials, entry, kv_store, timeout, announce, check, clock
-            )
+                world, point, credentials, entry, kv_store, timeout, announce, check, noun, option,
+                clock,
+            )  # fmt: skip
             roster, nonce, listener = server.gather()
         else:
             patience = timeout + GRACE_SECONDS
             client = RendezvousClient(
-                world, point, credentials, entry, kv_store, patience, announce, clock
+                world, point, credentials, entry, kv_store, patience, announce, noun, clock
             )
             roster, nonce = client.join()
     completed = world.completed(roster.hosts, roster.host_of_rank)

@@ -58,6 +58,7 @@ class RendezvousClient:
         store: key-value store in which rank 0 publishes its addresses, or None.
         timeout: seconds until the client gives up.
         announce: function called with a status line for the user when waiting takes long.
+        noun: what a rank is called in texts.
         clock: clock in seconds, for every time-out.
     """
 
@@ -70,9 +71,11 @@ class RendezvousClient:
         store: KeyValueStore | None,
         timeout: float,
         announce: Announce,
+        noun: str,
         clock: Clock,
     ) -> None:
         self.world = world
+        self.noun = noun
         self.credentials = credentials
         self.entry = entry
         self.store = store
@@ -136,7 +139,8 @@ class RendezvousClient:
                 self._drop_old()
                 if now > next_status:
                     self.announce(
-                        f"rank {self.world.rank} looks for rank 0: {self._describe_attempts()}"
+                        f"{self.noun} {self.world.rank} looks for {self.noun} 0: "
+                        f"{self._describe_attempts()}"
                     )
                     next_status = now + STATUS_SECONDS
                 if not self.attempts and self.names.wrong and now > self.resolve_deadline:
@@ -247,7 +251,8 @@ class RendezvousClient:
             kind = UsageError if wrong_use else StartError
             raise repeated(kind.__name__, *last["error"])
         entries = unpack(roster["roster"], self.world.world_size)
-        return make_roster(entries, tuple(roster["addresses"]), roster["port"]), roster["nonce"]
+        addresses, port = tuple(roster["addresses"]), roster["port"]
+        return make_roster(entries, addresses, port, self.noun), roster["nonce"]
 
     def _read(self, reader: BinaryIO, challenges: str) -> dict[str, Any] | None:
         """Return a message of rank 0; None if there is none, or its proof is wrong."""
@@ -281,11 +286,11 @@ class RendezvousClient:
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
         return RankMissingError(
             "HT202",
-            f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"
+            f"{self.noun} {self.world.rank} on {self.entry['host']} did not find {self.noun} 0"
             + (f" at {where}" if where else "")
             + f" within {waited:.0f} s ({self._describe_attempts()})",
-            "rank 0 listening there",
-            "look for the first error in the log of rank 0",
+            f"{self.noun} 0 listening there",
+            f"look for the first error in the log of {self.noun} 0",
             f"if it is on another host or has another name: export {env_vars.MAIN_ADDRESS}=HOST",
         )
 

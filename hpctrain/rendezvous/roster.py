@@ -29,9 +29,13 @@ class Roster:
 
 
 def make_roster(
-    entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0
+    entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0, noun: str = "rank"
 ) -> Roster:
     """Build the roster from the entries of all ranks; the result is the same on every rank.
+
+    Args:
+        entries, addresses, port: as in `Roster`.
+        noun: what a rank is called in texts.
 
     Raises:
         ContradictionError: two ranks of one host have the same local rank, or one is too large.
@@ -41,7 +45,7 @@ def make_roster(
         if "error" in entry:
             code, found, *rest = entry["error"]
             kind = UsageError if entry["exit_code"] == UsageError.exit_code else StartError
-            where = f"rank {rank} on {entry['host']}: " if len(entries) > 1 else ""
+            where = f"{noun} {rank} on {entry['host']}: " if len(entries) > 1 else ""
             raise kind(code, where + found, *rest)
     places = [entry["world"] for entry in entries]
     # Use the launcher's host names and node ranks if every rank has a node rank.

@@ -34,11 +34,6 @@ __all__ = ["RendezvousServer"]
 
 # Seconds in which rank 0 still sends an error to ranks that were not yet connected.
 _LINGER_SECONDS = 1.0
-_OWN_PORT = (
-    "start each rank once, and give every start a port of its own (MASTER_PORT or "
-    f"{env_vars.MAIN_PORT})",
-    f"start each rank once, and give every start a {env_vars.SECRET} of its own",
-)
 
 
 class RendezvousServer:
@@ -53,6 +48,8 @@ class RendezvousServer:
         announce: function called with a status line for the user when waiting takes long.
         check: function called with the roster before it is sent; an error that it raises is sent
             to all ranks.
+        noun: what a rank is called in texts.
+        option: option that sets `timeout`; empty without one.
         clock: clock in seconds, for every time-out.
     """
 
@@ -66,9 +63,13 @@ class RendezvousServer:
         timeout: float,
         announce: Announce,
         check: Callable[[Roster], None],
+        noun: str,
+        option: str,
         clock: Clock,
     ) -> None:
         self.world = world
+        self.noun = noun
+        self.option = option
         self.simulated = point.simulated
         self.credentials = credentials
         self.store = store
@@ -105,7 +106,7 @@ class RendezvousServer:
             self._publish_addresses()
             self._wait()
             entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
-            roster = make_roster(entries)
+            roster = make_roster(entries, noun=self.noun)
             addresses = self._addresses(roster)
             family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
             listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
@@ -135,7 +136,7 @@ class RendezvousServer:
         while (left := limit - self.clock()) > 0 and self.peers.watches:
             self.peers.poll(left)
         only = len(self.ports) == 1
-        free = "PORT (one that is free on the host of rank 0, the same on all ranks)"
+        free = f"PORT (one that is free on {self._home}, the same on all {self.noun}s)"
         fixes = (
             (f"export MASTER_PORT={free}", f"hpctrain run --main-port {free}")
             if only
@@ -143,7 +144,7 @@ class RendezvousServer:
         )
         raise StartError(
             "HT204",
-            f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
+            f"{self.noun} 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
             f"{self.entries[0]['host']} ({self.listen_error})",
             "a free port: another start may have taken this one" if only else "one free port",
             *fixes,
@@ -193,10 +194,9 @@ class RendezvousServer:
             probe.connection.sendall(encode({"proof": proof, "hello": hello}))
         raise ContradictionError(
             "HT205",
-            f"two processes are rank 0: {entry['host']} pid {entry['pid']} and the one that "
+            f"two processes are {self.noun} 0: {entry['host']} pid {entry['pid']} and the one that "
             f"listens at port {probe.place[1]} there",
-            "each rank once",
-            *_OWN_PORT,
+            *self._once(),
         )
 
     def _publish_addresses(self) -> None:
@@ -210,9 +210,9 @@ class RendezvousServer:
         except OSError as error:
             raise StartError(
                 "HT203",
-                f"rank 0 cannot publish its address in {self.store.where}: {error}",
-                "a place that all ranks can read, or the name of rank 0's host",
-                f"export {env_vars.MAIN_ADDRESS}=HOST (the host of rank 0, on all ranks)",
+                f"{self.noun} 0 cannot publish its address in {self.store.where}: {error}",
+                f"a place that all {self.noun}s can read, or the name of {self._home}",
+                f"export {env_vars.MAIN_ADDRESS}=HOST ({self._home}, on all {self.noun}s)",
             ) from None
 
     def _wait(self) -> None:
@@ -223,7 +223,7 @@ class RendezvousServer:
             if now >= started + self.timeout:
                 raise self._missing()
             if now >= next_status:
-                waiting = ranks_text(self._absent())
+                waiting = ranks_text(self._absent(), noun=self.noun)
                 self.announce(
                     f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
                 )
@@ -249,18 +249,17 @@ class RendezvousServer:
         if size != self.world.world_size:
             raise ContradictionError(
                 "HT206",
-                f"rank {rank} on {entry['host']} has world size {size}, rank 0 on "
+                f"{self.noun} {rank} on {entry['host']} has world size {size}, {self.noun} 0 on "
                 f"{self.entries[0]['host']} has {self.world.world_size}",
-                "the same world size on all ranks",
-                "hpctrain explain (in place of the script, on both ranks)",
+                f"the same world size on all {self.noun}s",
+                f"hpctrain explain (in place of the script, on both {self.noun}s)",
             )
         if known and known["process"] != entry["process"]:
             raise ContradictionError(
                 "HT205",
-                f"two processes are rank {rank}: {known['host']} pid "
+                f"two processes are {self.noun} {rank}: {known['host']} pid "
                 f"{known['pid']} and {entry['host']} pid {entry['pid']}",
-                "each rank once",
-                *_OWN_PORT,
+                *self._once(),
             )
         before = self.by_rank.get(rank)
         self.by_rank[rank] = peer
@@ -294,10 +293,10 @@ class RendezvousServer:
             hosts = {roster.hosts[roster.host_of_rank[rank]]: None for rank in unconfirmed}
             raise RankMissingError(
                 "HT201",
-                f"{ranks_text(unconfirmed)} of {self.world.world_size} connected and "
-                f"{_were(unconfirmed)} lost: no confirmation of the roster from "
+                f"{ranks_text(unconfirmed, noun=self.noun)} of {self.world.world_size} connected "
+                f"and {_were(unconfirmed)} lost: no confirmation of the roster from "
                 f"{listed(list(hosts))}",
-                "all ranks until the start is complete",
+                f"all {self.noun}s until the start is complete",
                 "look for the first error in their logs, and whether the host can be reached",
             )
         self.peers.deliver({"begin": True}, patience)
@@ -308,8 +307,10 @@ class RendezvousServer:
     def _missing(self) -> RankMissingError:
         missing = self._absent()
         hosts = {rank: entry["host"] for rank, entry in self.entries.items()} | self.lost
-        connected = ranks_text(self.entries, hosts)
-        details = "".join(f"; rank {r} on {h} connected and was lost" for r, h in self.lost.items())
+        connected = ranks_text(self.entries, hosts, self.noun)
+        details = "".join(
+            f"; {self.noun} {r} on {h} connected and was lost" for r, h in self.lost.items()
+        )
         missing_hosts = [host for host in self.world.hosts or () if host not in hosts.values()]
         if missing_hosts:
             details += f"; no connection from {listed(missing_hosts)}"
@@ -317,12 +318,28 @@ class RendezvousServer:
             details += f"; connections could not be accepted: {self.peers.accept_error}"
         return RankMissingError(
             "HT201",
-            f"{ranks_text(missing)} of {self.world.world_size} did not connect within "
-            f"{self.timeout:.0f} s (connected: {connected}{details}). Rank 0 listened at port "
-            f"{self.ports[-1]} of {self.entries[0]['host']}",
-            "all ranks",
+            f"{ranks_text(missing, noun=self.noun)} of {self.world.world_size} did not connect "
+            f"within {self.timeout:.0f} s (connected: {connected}{details}). "
+            f"{self.noun.capitalize()} 0 listened at port {self.ports[-1]} of "
+            f"{self.entries[0]['host']}",
+            f"all {self.noun}s",
             "look for the first error in their logs",
-            "for a slow file system: --start-timeout SECONDS, longer than now",
+            f"for a slow file system: {self.option} SECONDS, longer than now"
+            if self.option
+            else "",
+        )
+
+    @property
+    def _home(self) -> str:
+        return "host 0" if self.noun == "host" else f"the host of {self.noun} 0"
+
+    def _once(self) -> tuple[str, ...]:
+        """Return what is expected of two processes with one number, and the fixes."""
+        once = f"start each {self.noun} once, and give every start a"
+        return (
+            f"each {self.noun} once",
+            f"{once} port of its own (MASTER_PORT or {env_vars.MAIN_PORT})",
+            f"{once} {env_vars.SECRET} of its own",
         )
 
     def _addresses(self, roster: Roster) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.launch import starts, supervisor
+from hpctrain.launch import rank_output, starts, supervisor
 from hpctrain.launch.rank_environment import AS, Connection, layout, of_rank
 
 INHERITED = {
@@ -198,6 +198,95 @@ def test_wrong_use_of_all_ranks_is_not_repeated(ranks, capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)  # all print it before they are ended
     assert ranks("print('no such option', file=sys.stderr)\nsys.exit(2)\n") == 2
     assert "failed first" not in capfd.readouterr().err
+
+
+def test_traceback_with_which_all_ranks_end_is_printed_once(ranks, capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)
+    lines = "print(f'in {world.rank}', file=sys.stderr)\nimport no_such_package.part\n"
+    assert ranks(lines) == 1
+    output = capfd.readouterr().err
+    assert output.count("Traceback (most recent call last)") == 1
+    error = "ModuleNotFoundError: No module named 'no_such_package'"
+    # In the traceback of one rank, and in the line about the first rank that failed.
+    assert output.count(error) == 2
+    assert all(f"{rank}: in {rank}\n" in output for rank in range(3))
+    assert output.endswith(
+        f" failed first, with exit code 1: {error}\n"
+        "  fix:      activate the environment with no_such_package before hpctrain run\n"
+        f"  or:       {sys.executable} -m pip install no_such_package\n"
+    )
+
+
+def test_chained_tracebacks_and_errors_of_syntax_are_printed_once(ranks, capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)
+    lines = (
+        "try:\n"
+        "    1 / 0\n"
+        "except ZeroDivisionError as error:\n"
+        "    raise ValueError('two lines\\n  of text') from error\n"
+    )
+    assert ranks(lines) == 1
+    output, _, summary = capfd.readouterr().err.rpartition("hpctrain: rank ")
+    assert "failed first" in summary
+    assert [output.count(f": {kind}Error") for kind in ("ZeroDivision", "Value")] == [1, 1]
+    assert output.count("direct cause") == 1
+    assert output.count(":   of text\n") == 1
+    assert ranks("a line that is no Python\n") == 1
+    output = capfd.readouterr().err.rpartition("hpctrain: rank ")[0]
+    assert output.count("a line that is no Python") == 1
+    assert output.count("SyntaxError: ") == 1
+
+
+def test_different_tracebacks_are_all_printed(ranks, capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)
+    assert ranks("raise ValueError(f'of {world.rank // 2}')\n", (4,)) == 1
+    output = capfd.readouterr().err.rpartition("hpctrain: rank ")[0]
+    assert output.count("ValueError: of 0") == 1
+    assert output.count("ValueError: of 1") == 1
+
+
+def test_traceback_of_a_rank_that_goes_on_is_always_printed(ranks, capfd):
+    lines = (
+        "import traceback\n"
+        "try:\n"
+        "    1 / 0\n"
+        "except ZeroDivisionError:\n"
+        "    traceback.print_exc()\n"
+        "print('goes on', file=sys.stderr)\n"
+    )
+    assert ranks(lines) == 0
+    assert capfd.readouterr().err.count("ZeroDivisionError: ") == 3
+
+
+def test_traceback_of_a_rank_that_hangs_is_printed(ranks, capfd, tmp_path, monkeypatch):
+    """A thread may fail, and the rank then wait for it without a word."""
+    # The rank ends when its launcher has written the traceback.
+    write = rank_output._Sink.write
+
+    def write_and_note(self, data):
+        write(self, data)
+        if b"ZeroDivisionError" in data:
+            (tmp_path / "written").touch()
+
+    monkeypatch.setattr(rank_output._Sink, "write", write_and_note)
+    lines = (
+        "import traceback\n"
+        "if world.rank == 1:\n"
+        "    try:\n"
+        "        1 / 0\n"
+        "    except ZeroDivisionError:\n"
+        "        traceback.print_exc()\n"
+        "until('written')\n"
+    )
+    assert ranks(lines) == 0
+    assert "1: ZeroDivisionError: " in capfd.readouterr().err
+
+
+def test_program_that_does_not_exist_is_refused():
+    with pytest.raises(UsageError) as caught:
+        starts.on_this_machine(["no-such-program"], "3", os.environ)
+    assert caught.value.code == "HT806"
+    assert caught.value.found == "no-such-program cannot be started: No such file or directory"
 
 
 def test_ctrl_c_waits_for_the_save_of_a_rank(ranks, tmp_path, monkeypatch):

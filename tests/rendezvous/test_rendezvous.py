@@ -142,11 +142,10 @@ def greet(credentials, connection, reader):
 class Server:
     """Rank 0 in a thread, on a clock that only the test moves."""
 
-    def __init__(self, start, size, point):
+    def __init__(self, start, size, point, **more):
         self.clock, self.point, self.messages = Clock(), point, []
-        self.thread = start(
-            World(0, size, 0), point, timeout=NEVER, announce=self.messages.append, clock=self.clock
-        )
+        words = {"announce": self.messages.append, "clock": self.clock, **more}
+        self.thread = start(World(0, size, 0), point, timeout=NEVER, **words)
 
     def move(self, seconds):
         """Move the clock, and wake rank 0 by connections that send nothing."""
@@ -329,6 +328,29 @@ def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
         assert outcome.code == "HT201"
         assert outcome.found.startswith(f"{named} of 4 did not connect within")
         assert f"(connected: {ranks_text((0, *joined))} on a)" in outcome.found
+
+
+def test_texts_about_hosts_have_no_rank_and_no_option(start, key):
+    """The agents of `hpctrain run` are one on each host, and there is no --start-timeout."""
+    words = {"noun": "host", "option": ""}
+    server = Server(start, 3, rendezvous_point(key=key), **words)
+    start(World(1, 3, 0), rendezvous_point("b", key), timeout=NEVER, **words)
+    server.waits_for("host 2")
+    server.move(NEVER)
+    for outcome in start.ended():
+        assert outcome.found.startswith("host 2 of 3 did not connect within")
+        assert "(connected: hosts 0 and 1 on a and b)" in outcome.found
+        assert "rank" not in str(outcome).lower()
+        assert "--" not in str(outcome)
+
+
+def test_client_looks_for_a_host(start, key):
+    client = Client(start, World(1, 2, 0), rendezvous_point("b", key), noun="host", option="")
+    client.wait_for_message(f"host 1 looks for host 0: {HOME}: ")
+    client.end(NEVER)
+    (outcome,) = start.ended()
+    assert outcome.found.startswith(f"host 1 on b did not find host 0 at {HOME}")
+    assert "rank" not in str(outcome).lower()
 
 
 def test_timeout_names_rank_that_joined_and_died(start, key):
