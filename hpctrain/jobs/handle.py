@@ -6,6 +6,7 @@ restarted notebook kernel, needs only the id of the job.
 
 import html
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -14,8 +15,9 @@ from typing import Any
 
 from hpctrain.cluster import proc, slurm
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.jobs import job_curves
+from hpctrain.jobs import failures, job_curves
 from hpctrain.jobs.job_store import JobRecord, Outcome
+from hpctrain.jobs.run_progress import progress
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["Job"]
@@ -28,6 +30,8 @@ _SECONDS_FOR_RESULT = 15.0
 _LAST_LINES = 20
 _UNKNOWN = "unknown"
 
+# In the reason of a failed run: the rank that failed first, and its host.
+_FIRST = re.compile(r"rank ([0-9]+)((?: on \S+)?) failed, ")
 # Why a job ended in a state, and fixes.
 _CAUSES: dict[str, tuple[str, ...]] = {
     "CANCELLED": (
@@ -236,20 +240,32 @@ class Job:
             for rank, outcome in enumerate(outcomes)
             if outcome is not None and outcome[0] == "error"
         ]
-        if failed and state not in _CAUSES:
-            first = min(failed, key=lambda rank: self._record.result(rank).stat().st_mtime_ns)
+        reason = self._reason()
+        named = _FIRST.search(reason)
+        first = int(named[1]) if named else None
+        # A rank that was killed has no result; the errors of the others follow from that.
+        if failed and state not in _CAUSES and (first is None or outcomes[first] is not None):
+            if first is None:
+                first = min(failed, key=lambda rank: self._record.result(rank).stat().st_mtime_ns)
+            host = named[2] if named else ""
             _, trace = outcomes[first] or ("", "")
-            return HpctrainError("HT822", f"rank {first} {of_job} failed:\n{str(trace).rstrip()}")
+            text = str(trace).rstrip()
+            return HpctrainError("HT822", f"rank {first} {of_job} failed{host}:\n{text}")
         cause, *fixes = _CAUSES.get(state, ("",))
         if not cause:
-            summary = RunDirectory(self.run_dir).read(RunDirectory(self.run_dir).summary) or {}
-            missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-            cause = str(summary.get("reason") or "") or f"rank {missing[0]} {of_job} has no result"
-            tail = "\n".join(self.logs(missing[0]).splitlines()[-_LAST_LINES:])
-            cause += f"; its last output:\n{tail}" if tail else ""
+            rank = outcomes.index(None) if first is None else first
+            cause = reason or f"rank {rank} {of_job} has no result"
+            tail = "\n".join(self.logs(rank).splitlines()[-_LAST_LINES:])
+            cause += f"; the last output of rank {rank}:\n{tail}" if tail else ""
+            fixes = [f"hpctrain requeue {self.id}"] if first is not None else []
         message = f"job {self.id} ended as {state}: {cause}"
         run = os.fspath(self.run_dir)
         return HpctrainError("HT823", message, "", *(fix.format(run=run) for fix in fixes))
+
+    def _reason(self) -> str:
+        """Return why the run has failed, as `hpctrain run` has recorded it; else empty."""
+        run = progress(self.run_dir)
+        return run.reason if run is not None and run.status in failures.FAILED else ""
 
     def __repr__(self) -> str:
         """Return id, current state and run directory."""

@@ -15,6 +15,7 @@ from hpctrain.launch.containers import pyxis
 from hpctrain.launch.hosts import Attempt, HostsEnd
 from hpctrain.launch.job_hosts import Inside, JobHosts
 from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record
 
 __all__ = ["Direct", "InSlurm", "Once"]
@@ -109,7 +110,7 @@ class Once(InSlurm):
         return list(attempt.command), environ, attempt.folder / "exit-status-0"
 
     def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
-        failures = failure_record.failures(folder)
+        failures, hosts = failure_record.failures(folder), failure_record.sessions(folder)
         found = min(
             failures.items(),
             key=lambda one: (one[1].caused_by_other_rank, one[1].time),
@@ -120,13 +121,17 @@ class Once(InSlurm):
             rank, failure = found
             first = FirstFailure(
                 rank,
-                "",
+                hosts.get(rank, ""),
                 failure.time,
                 failure.caused_by_other_rank,
                 failure.description,
                 failure.traceback,
                 failure.exit_code,
             )
+            killed = hosts.keys() - failures.keys()  # they could record nothing
+            if failure.caused_by_other_rank and outcome.code > 128 and killed:
+                rank, how = min(killed), f"with signal {signal_name(outcome.code - 128)}"
+                first = FirstFailure(rank, hosts[rank], failure.time, False, how, "", outcome.code)
         code = first.code if first else outcome.code
         return HostsEnd(code, outcome.signal is not None, first, ranks=max(len(failures), 1))
 

@@ -19,7 +19,7 @@ from hpctrain.launch import guard
 from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Guard", "Rank", "end_with_parent", "no_program"]
+__all__ = ["Guard", "Rank", "end_with_parent", "no_program", "signal_name"]
 
 _LIBC = ctypes.CDLL(None)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
@@ -152,7 +152,7 @@ class Rank:
                 find, and is left out as well.
         """
         code = self.code or 0
-        how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
+        how = f"with exit code {code}" if code >= 0 else f"with signal {signal_name(-code)}"
         if brief and self.failure is not None:
             text = self.failure.traceback if not self.shown else ""
             return f"{how}: {self.failure.description}" + (f"\n{text.rstrip()}" if text else "")
@@ -184,7 +184,7 @@ def no_program(name: str, error: OSError) -> UsageError:
     return UsageError("HT806", f"{name} cannot be started: {error.strerror}", expected)
 
 
-def _name(number: int) -> str:
+def signal_name(number: int) -> str:
     """Return the name of a signal; most realtime signals have only a number."""
     try:
         return signal.Signals(number).name

@@ -1,6 +1,6 @@
 """Files that ranks write for their launcher: whether a session opened, when and how it failed.
 
-    FOLDER/session-RANK     the rank has opened a session
+    FOLDER/session-RANK     the rank has opened a session; the name of its host
     FOLDER/failure-RANK     JSON with the fields of `Failure`
     FOLDER/shown            process id of the rank whose traceback is on standard error
     FOLDER/shown-HASH       process id of the rank that has written an error with this text
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import time
 import traceback
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ class Failure:
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
     """Record that this rank has opened a session."""
-    _write(env, f"session-{rank}", "")
+    _write(env, f"session-{rank}", env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0])
 
 
 def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> None:
@@ -88,9 +89,12 @@ def shown(folder: Path) -> int | None:
         return None
 
 
-def sessions(folder: Path) -> bool:
-    """Check whether any rank has opened a session."""
-    return any(folder.glob("session-*"))
+def sessions(folder: Path) -> dict[int, str]:
+    """Return the ranks that have opened a session, with the host of each."""
+    return {
+        int(path.name.rpartition("-")[2]): path.read_text().strip()
+        for path in folder.glob("session-*")
+    }
 
 
 def failures(folder: Path) -> dict[int, Failure]:

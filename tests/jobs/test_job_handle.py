@@ -84,6 +84,35 @@ def test_job_result_names_first_failed_rank_with_traceback(slurm):
     assert str(caught.value) == f"{found}\n  more:     hpctrain explain HT822"
 
 
+def record_end(reason):
+    """Make a run that has failed."""
+    Path("run").mkdir()
+    Path("run/run.json").write_text("{}")
+    Path("run/summary.json").write_text(json.dumps({"status": "failed", "reason": reason}))
+
+
+def test_job_result_names_the_rank_and_host_that_the_run_has_recorded(slurm):
+    set_state(slurm, "FAILED")
+    record_end("rank 2 on node3 failed, ValueError: why")
+    folder = make_job_folder([failure("rank 0 lost rank 2"), None, failure("ValueError: why")])
+    os.utime(folder / "7_0_result.pkl", ns=(1, 1))
+    with pytest.raises(HpctrainError) as caught:
+        read_job(folder, slurm.env).results()
+    assert caught.value.found == "rank 2 of 3 of job 7 failed on node3:\nValueError: why"
+
+
+def test_job_result_names_a_killed_rank_and_how_to_continue(slurm):
+    set_state(slurm, "FAILED")
+    reason = "3 attempts in a row: rank 2 on node3 failed, with signal SIGKILL"
+    record_end(reason)
+    folder = make_job_folder([failure("lost rank 2"), failure("lost rank 2"), None])
+    (folder / "rank-2.log").write_text("step 30\n")
+    with pytest.raises(HpctrainError) as caught:
+        read_job(folder, slurm.env).results()
+    found = f"job 7 ended as FAILED: {reason}; the last output of rank 2:\nstep 30"
+    assert (caught.value.found, caught.value.fixes) == (found, ("hpctrain requeue 7",))
+
+
 def test_job_state_of_forgotten_job_comes_from_sacct(slurm):
     job = read_job(make_job_folder([None, failure("why")]), slurm.env)
     assert job.state == "FAILED"

@@ -308,6 +308,15 @@ def test_direct_starts_each_rank_as_a_task_of_srun(slurm, monkeypatch, cpus):
     assert words == ["--quiet", "--kill-on-bad-exit=1", *more, "program", "a b"]
 
 
+def test_direct_names_a_killed_rank_which_has_left_no_record(slurm, capfd):
+    """The others have lost it, and srun ends as a process that was killed."""
+    lost = '{"time": 1, "caused_by_other_rank": true, "description": "lost", "pid": 1}'
+    record = "cd $HPCTRAIN_EVIDENCE; for rank in 0 1 2; do echo node$rank >session-$rank; done\n"
+    slurm.command("srun", more=f"{record}echo '{lost}' | tee failure-0 >failure-1; exit 137")
+    assert main(["run", "--direct", "--max-attempts", "1", "--", "program"]) == 137
+    assert "rank 2 on node2 failed first, with signal SIGKILL\n" in capfd.readouterr().err
+
+
 def test_direct_in_a_container_is_that_of_pyxis(slurm, tmp_path, monkeypatch):
     slurm.command("srun", more='printf "%s\\0" "$@" >words')
     inside = ("--container", "./a.sqsh", "--container-env", "A,B")
