@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import submission
+from hpctrain.jobs import job_files, submission
 from hpctrain.jobs.spec import JobSpec
 
 TOP = Path(__file__).resolve().parents[2]
@@ -124,6 +124,23 @@ def test_submit_checks_a_script_that_imports_the_parser_alone(submitted):
     Path("t.py").write_text(text.replace("hpctrain.", ""))
     with pytest.raises(UsageError, match="invalid whole number"):
         submitted("--epochs two")
+
+
+def test_submit_accepts_the_jobs_of_the_imagenet_page(monkeypatch):
+    """Check their options as those of sbatch/imagenet.toml, whatever command submits them."""
+    monkeypatch.chdir(TOP)
+    job = job_files.read(Path("sbatch/imagenet.toml"))
+    lines = re.findall(
+        r"^(?:sbatch|hpctrain submit) (.*?sbatch/imagenet\.(?:sh|toml).*?)(?:  .*)?$",
+        Path("docs/imagenet.md").read_text(),
+        re.M,
+    )
+    assert len(lines) == 6
+    for line in lines:
+        words = [word for word in line.split("sbatch/imagenet.")[1].split()[1:] if word != "--"]
+        submission.check(JobSpec(**{**job, "command": [*job["command"], *words]}), {})
+    with pytest.raises(UsageError, match="--lr-warmup-epochs 5 with --epochs 2"):
+        submission.check(JobSpec(**{**job, "command": [*job["command"], "--epochs", "2"]}), {})
 
 
 @pytest.mark.parametrize("name", ["cifar10", "imagenet", "mnist"])
