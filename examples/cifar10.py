@@ -1,17 +1,24 @@
 """ResNet on CIFAR-10, from the original files of its Python version."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision import datasets, models
 
 import hpctrain
 from hpctrain import data
 from hpctrain.errors import UsageError
+
+try:
+    from torchvision import datasets, models
+
+    missing = None
+except (ImportError, RuntimeError, OSError) as error:  # also if it was built for another torch
+    missing = error
 
 # Mean and standard deviation of the training set's pixels, by channel.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -122,6 +129,13 @@ def evaluate(session, model, loader):
 
 def main():
     args = options().parse_args()
+    if missing is not None:
+        raise UsageError(
+            "HT515",
+            f"torchvision cannot be imported: {missing}",
+            "torchvision, which has the models",
+            f"{sys.executable} -m pip install 'hpctrain[vision]'",
+        )
     with hpctrain.Session(args) as session:
         train_set, test_set = load(session)
         normalize = data.Normalize(MEAN, STD)

@@ -2,16 +2,23 @@
 
 import argparse
 import difflib
+import sys
 
 import numpy
 import torch
 import torch.nn.functional as F
-from torchvision import models
-from torchvision.transforms import v2
 
 import hpctrain
 from hpctrain import data
 from hpctrain.errors import DataError, UsageError
+
+try:
+    from torchvision import models
+    from torchvision.transforms import v2
+
+    missing = None
+except (ImportError, RuntimeError, OSError) as error:  # also if it was built for another torch
+    missing = error
 
 # Mean and standard deviation of the training set's pixels, by channel.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -158,6 +165,13 @@ def keep(folder, result, names):
 
 def main():
     args = options().parse_args()
+    if missing is not None:
+        raise UsageError(
+            "HT515",
+            f"torchvision cannot be imported: {missing}",
+            "torchvision, which has the models",
+            f"{sys.executable} -m pip install 'hpctrain[vision]'",
+        )
     if args.data == "synthetic":
         args.workers = 0  # workers would only copy the images
     with hpctrain.Session(args) as session:

@@ -11,9 +11,13 @@ import argparse
 import itertools
 import os
 import random
+import sys
 from pathlib import Path
 
-from PIL import Image
+try:
+    from PIL import Image
+except ImportError:
+    Image = None
 
 __all__ = ["make"]
 
@@ -74,7 +78,12 @@ def main():
     parser.add_argument("--train", type=int, default=100, metavar="N", help="cuts per class (100)")
     parser.add_argument("--val", type=int, default=20, metavar="N", help="cuts per class (20)")
     arguments = parser.parse_args()
-    make(os.fspath(arguments.folder), arguments.train, arguments.val, arguments.classes)
+    if Image is None:
+        sys.exit(f"Pillow is not installed: {sys.executable} -m pip install pillow")
+    try:
+        make(os.fspath(arguments.folder), arguments.train, arguments.val, arguments.classes)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

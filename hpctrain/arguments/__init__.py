@@ -13,6 +13,7 @@ from typing import Any
 from hpctrain.arguments.batches import Batches, plan_batches
 from hpctrain.arguments.recipe import Parser
 from hpctrain.arguments.table import Options
+from hpctrain.rendezvous import shared_errors
 
 __all__ = ["Batches", "Options", "add_options", "options", "plan_batches"]
 
@@ -20,9 +21,12 @@ __all__ = ["Batches", "Options", "add_options", "options", "plan_batches"]
 def options(**parser_arguments: Any) -> Parser:
     """Return a parser with the training options and `--recipe`; add your own options to it.
 
+    An uncaught `HpctrainError` then ends the process with one message and its exit code.
+
     Args:
         parser_arguments: keyword arguments for `argparse.ArgumentParser`, such as `description`.
     """
+    shared_errors.report_uncaught()
     parser = Parser(allow_abbrev=False, **parser_arguments)
     add_options(parser)
     return parser

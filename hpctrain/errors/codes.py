@@ -747,7 +747,7 @@ CODES: dict[str, Code] = {
         "folder with --data PATH.",
     ),
     "HT515": Code(
-        "A package that decodes images or downloads data sets cannot be imported.",
+        "A package that decodes images, downloads data sets or has models cannot be imported.",
         (
             "An hpctrain that was installed without its extra `vision`.",
             "Another Python environment than the one with the package.",
