@@ -80,7 +80,7 @@ def test_submit_follow_shows_log_and_exit_code(followed, code):
     out, err, code_of_submit = followed[code]
     assert code_of_submit == code, err
     assert re.fullmatch(r"\d+\n", out)
-    assert err.count(f"leaves with {code}\n") == 1
+    assert len(re.findall(f"^leaves with {code}$", err, re.M)) == 1
     assert f"job {out.strip()} has ended: {'failed' if code else 'completed'}" in err
 
 
@@ -90,6 +90,21 @@ def test_submit_follow_continues_through_requeue(followed):
     assert re.fullmatch(r"\d+\n", out)
     assert err.index("leaves with 75\n") < err.index("leaves with 0\n")
     assert "after 1 restart" in err
+
+
+def test_wait_and_status_show_the_rank_that_failed_first(hpctrain):
+    text = "if os.environ['RANK'] == '2': raise ValueError('why')\ntime.sleep(60)"
+    done = hpctrain("submit", "--wait", "--nodes", "3", *script("ranks.py", text))
+    number = done.stdout.strip()
+    assert done.returncode == 1, done.stderr
+    expected = (
+        "  cause:    rank 2 on node3 failed first, with exit code 1: ValueError: why\n"
+        f"  log:      runs/ranks-{number}.log\n"
+    )
+    assert done.stderr.endswith(expected)
+    assert f"  log:      tail -F runs/ranks-{number}.log\n" in done.stderr
+    assert "ValueError: why" in Path(f"runs/ranks-{number}.log").read_text()
+    assert hpctrain("status", number).stdout.endswith(f"job {number}\n{expected}")
 
 
 def test_submit_wait_of_array_prints_table(hpctrain):
@@ -120,11 +135,11 @@ sys.exit(code)
     [
         (
             ["--partition", "nope"],
-            r"main \(up to infinite\); .*--partition \(partition in JOB.toml",
+            r"main \(up to infinite\), .*--partition main \(it is nope; partition in JOB.toml",
         ),
-        (["--gpus-per-node", "a100:1"], r"--gpus-per-node \(gpus_per_node in JOB.toml, .*a100:1"),
-        (["--memory", "900G"], r"--memory \(memory in JOB.toml, which is 900G"),
-        (["--constraint", "fast"], r"--constraint \(constraint in JOB.toml"),
+        (["--gpus-per-node", "a100:1"], r"gpu:4.*--gpus-per-node 4 \(it is a100:1; "),
+        (["--memory", "900G"], r"--memory SIZE \(it is 900G; memory in JOB.toml"),
+        (["--constraint", "fast"], r"--constraint EXPR \(it is fast; "),
         (["--extra", "reservation=x"], r"--extra"),
         (["--extra", "nodelist=node9"], r"--extra"),
         (["--extra", "no-such-option"], r"unrecognized option.*\n.*sbatch --help"),
