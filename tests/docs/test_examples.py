@@ -69,6 +69,20 @@ def train(example, run, *options, ranks=SIZE):
     return launches.rows(run), done.stderr
 
 
+@pytest.mark.e2e
+@pytest.mark.parametrize("example", ["cifar10", "imagenet"])
+def test_missing_torchvision_is_one_error_with_the_line_to_type(example, tmp_path):
+    absent = tmp_path / "torchvision.py"
+    absent.write_text("raise ModuleNotFoundError(\"No module named 'torchvision'\")\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [launches.BIN / "hpctrain", "run", "--nproc-per-node", str(SIZE)]
+    done = launches.start([*command, EXAMPLES / f"{example}.py"], tmp_path, PYTHONPATH=path)
+    assert done.returncode == 2
+    assert done.stderr.count("hpctrain: error: torchvision cannot be imported") == 1
+    assert f"fix:      {launches.PYTHON} -m pip install 'hpctrain[vision]'\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10, monkeypatch):
