@@ -71,7 +71,9 @@ class JobHosts(ABC):
         events: supervisor.Events = queue.SimpleQueue()
 
         def forward(number: int) -> str:
-            # A signal to the starter could end the agents at once. All ranks see a stop file.
+            # A signal to the starter could end the agents at once. All ranks see a stop file, also
+            # those of a program that has removed its run directory.
+            stop_file.parent.mkdir(parents=True, exist_ok=True)
             stop_file.touch()
             if failure_record.sessions(attempt.folder):
                 return "stops the run, which saves first"

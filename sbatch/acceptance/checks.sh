@@ -460,8 +460,8 @@ if [ "$ranks" -lt 2 ]; then
     echo "$ranks rank, but the checks need two: sbatch --ntasks=2 sbatch/acceptance.sh" >&2
     exit 2
 fi
-# Slurm may have used the same job number before.
-if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then rm -rf "$folder"; fi
+# Slurm may have used the same job number before. Hidden files are those of hpctrain run.
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then rm -rf "${folder:?}"/*; fi
 mkdir -p "$folder/results"
 if [ ! -f "$folder/header" ]; then write_header; fi
 write_page

@@ -152,18 +152,30 @@ def wait(until, seconds=PATIENCE):
         time.sleep(0.1)
 
 
+OVER_SSH = ["horovodrun", "--gloo", "-np", "8", "-H", "node1:2,node2:2,node3:2,node4:2"]
+WAYS = {
+    "hpctrain run": {},
+    "srun": {"launcher": "srun", "elastic": False},
+    "horovodrun": {
+        "launcher": "none",
+        "elastic": False,
+        "command": [*OVER_SSH, *horovod_spec()["command"]],
+    },
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["srun", "horovodrun"])
+@pytest.mark.parametrize("by", WAYS)
 def test_horovod_batch_script_has_eight_ranks_on_four_hosts(
     horovod, cluster, ssh, reference, checkout, by
 ):
-    job = submit(cluster, write_script(checkout, launcher=by), ssh, *TRAIN)
+    job = submit(cluster, write_script(checkout, **WAYS[by]), ssh, *TRAIN)
     code, log = wait_for_job(cluster, checkout, job)
     assert code == 0, log
     run = checkout / "runs" / f"horovod-{job}"
     check_steps(run, reference)
     assert (worlds(run)[0]["world_size"], worlds(run)[0]["num_nodes"]) == (8, 4)
-    assert not list(run.glob(".starts-*"))
+    assert not list(run.glob(".attempts-*"))
 
 
 @contextlib.contextmanager
@@ -182,7 +194,7 @@ def power_off(cluster, host):
 def test_elastic_horovod_batch_script_continues_without_a_lost_host(
     horovod, cluster, ssh, reference, checkout
 ):
-    """Check that srun starts the ranks again after Slurm has marked the host as down."""
+    """Check that the ranks start again after Slurm has marked the host as down."""
     (checkout / "slow.py").write_text(SLOW)
     command = ("python", "slow.py", *horovod_spec()["command"][1:])
     job = submit(cluster, write_script(checkout, command=command), ssh, *TRAIN, "--run-dir", "run")

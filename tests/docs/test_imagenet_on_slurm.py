@@ -72,7 +72,7 @@ def test_sbatch_imagenet_same_rows_from_folders_and_shards(cluster, checkout, im
         _, code = cluster.ended(job, 240)
         assert code == 0, (checkout / f"imagenet-{job}.log").read_text()
     world = json.loads((runs[0] / "run.json").read_text())["world"]
-    assert (world["hosts"], world["launcher"]) == (list(cluster.hosts), "slurm")
+    assert (world["hosts"], world["launcher"]) == (list(cluster.hosts), "hpctrain")
     # Bit-equal: both have the same bytes of the images.
     own = {"time", "samples_per_second", "data_wait"}
     rows = [

@@ -190,6 +190,7 @@ OPENS_A_SESSION = 'touch "${HPCTRAIN_EXIT_STATUS_FILE%/*}/session-0"; '
         (signal.SIGUSR2, "", "SIGUSR2 stops the run as soon as its Session is open"),
         (signal.SIGUSR2, OPENS_A_SESSION, "SIGUSR2 stops the run, which saves first"),
         (signal.SIGTERM, OPENS_A_SESSION, "SIGTERM stops the run, which saves first"),
+        (signal.SIGUSR2, 'rm -r "$HPCTRAIN_RUN_DIR"; ', "SIGUSR2 stops the run as soon as"),
     ],
 )
 def test_signal_becomes_a_stop_file_and_spares_the_ranks(slurm, begin, number, opens, does):
