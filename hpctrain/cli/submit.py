@@ -195,9 +195,6 @@ def _print_failures(job: str, via: str, outcomes: Any) -> None:
     from hpctrain.jobs import job_status, job_store, job_tables
 
     failed = [outcome for outcome in outcomes if outcome.exit_code and outcome.job]
-    if failed and via == "submitit":
-        _print_line(f"its logs are in {job_tables.place(job_store.find(job))}")
-        return
     for outcome in failed[:_MOST_FAILURES]:
         status = job_status.of_queued(outcome.job, os.environ)
         if outcome.label != job:
@@ -205,6 +202,8 @@ def _print_failures(job: str, via: str, outcomes: Any) -> None:
         sys.stderr.write(job_tables.details(status))
     if len(failed) > _MOST_FAILURES:
         _print_line(f"and {len(failed) - _MOST_FAILURES} more")
+    if failed and via == "submitit":
+        _print_line(f"the logs of its ranks are in {job_tables.place(job_store.find(job))}")
 
 
 def _print_table(spec: JobSpec, job: str, outcomes: Any) -> None:

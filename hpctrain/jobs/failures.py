@@ -23,20 +23,25 @@ _VERDICT = re.compile(
 _OF_SLURM = ("srun: ", "slurmstepd")
 
 
-def cause(run: Progress | None, log: Path | None) -> str:
+def cause(run: Progress | None, log: Path | None, code: int | None, last_line: bool) -> str:
     """Return in one line which rank failed first, on which host, with which error; else empty.
 
     Args:
         run: progress of the job's run. It has the cause only if the job had a Session.
         log: log of the job.
+        code: exit code of the job; None if it is unknown. A run with another end is an earlier one.
+        last_line: whether the last line of the log counts if no other line has the cause.
     """
-    if run is not None and run.status in FAILED and run.reason:
+    status = exit_codes.STATUS.get(code or exit_codes.FAILED, FAILED[0])
+    if run is not None and run.reason and (code is None or run.status == status):
         text = run.reason
     else:
         tail = end_of(log, _TAIL)[0] if log is not None else b""
         lines = tail.decode(errors="replace").splitlines()
         verdicts = [match for match in map(_VERDICT.match, lines) if match]
         others = [line for line in lines if line.strip() and not line.startswith(_OF_SLURM)]
-        text = verdicts[-1][verdicts[-1].lastindex or 0] if verdicts else "".join(others[-1:])
+        text = "".join(others[-1:]) if last_line else ""
+        if verdicts:
+            text = verdicts[-1][verdicts[-1].lastindex or 0]
     text = printable(text.strip())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -59,7 +59,13 @@ class JobStatus:
     @property
     def failure(self) -> str:
         """Why the job has failed, in one line; empty if it has not, or if that is unknown."""
-        return failures.cause(self.progress, self.log) if self.failed else ""
+        if not self.failed:
+            return ""
+        record = self.queued or self.ended
+        code = record.code if record else None
+        # In another state, such as TIMEOUT, Slurm has ended the job.
+        by_itself = record is not None and record.state == "FAILED"
+        return failures.cause(self.progress, self.log, code, by_itself)
 
 
 def of_queued(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> JobStatus:

@@ -634,6 +634,21 @@ def test_wait_shows_first_failure_log_and_how_to_continue(fake, capsys):
     ]
 
 
+@pytest.mark.parametrize(("code", "shown"), [(75, True), (1, False)])
+def test_wait_shows_the_end_of_this_start_of_a_run(fake, capsys, code, shown):
+    """A start that fails before its Session leaves the summary of the start before."""
+    columns = {"State": "FAILED", "exit_code": str(code << 8), "WorkDir": os.getcwd()}
+    fake.jobs(job("70", Name="t", **columns))
+    Path("runs/t-70").mkdir(parents=True)
+    Path("runs/t-70/run.json").write_text("{}")
+    summary = {"status": "stopped", "reason": "the file stop"}
+    Path("runs/t-70/summary.json").write_text(json.dumps(summary))
+    Path("runs/t-70.log").write_text("ImportError: x\n")
+    assert submit("--wait", "--", "python3", "t.py") == code
+    cause = "the file stop" if shown else "ImportError: x"
+    assert f"  cause:    {cause}\n" in capsys.readouterr().err
+
+
 def test_wait_shows_first_failure_of_program_without_a_run(fake, capsys):
     fake.jobs(job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd(), Name="t"))
     log = Path("runs/t-70.log")
@@ -650,6 +665,10 @@ def test_wait_shows_first_failure_of_program_without_a_run(fake, capsys):
         log.write_text(text)
         assert submit("--wait", "--", "python3", "t.py") == 1
         assert f"  cause:    {cause}\n  log:      {log}\n" in capsys.readouterr().err
+    # Its last line would be no cause of what Slurm has done.
+    fake.jobs(job("70", State="TIMEOUT", WorkDir=os.getcwd(), Name="t"))
+    assert submit("--wait", "--", "python3", "t.py") == 1
+    assert "cause:" not in capsys.readouterr().err
 
 
 def test_wait_names_logs_of_failed_tasks(fake, capsys):
