@@ -581,7 +581,7 @@ def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):
 
 
 def test_submit_prints_the_number_and_what_to_type_next(fake, capsys):
-    assert submit("--", "python3", "t.py") == 0
+    assert submit("--live", "--", "python3", "t.py") == 0
     output = capsys.readouterr()
     assert output.out == "70\n"
     assert output.err.splitlines() == [
