@@ -12,6 +12,11 @@
 #
 #     sbatch --nodes=4 sbatch/imagenet.sh
 #
+# A trial on one host of any cluster, without GPUs and without images:
+#
+#     sbatch --nodes=1 --gpus-per-node=0 --cpus-per-task=1 sbatch/imagenet.sh \
+#         --data synthetic --model resnet18 --global-batch 32 --max-steps 20 --lr-warmup-epochs 0
+#
 # It saves and is requeued when its time ends or its hosts are taken away, for as often as it takes.
 #
 #SBATCH --job-name=imagenet

@@ -88,6 +88,7 @@ def _check_idle_gpus(
             f"torch {torch.__version__} can use none: {reason}",
             "GPUs that torch can use, or none",
             *fixes,
+            "without GPUs: sbatch --gpus-per-node=0 SCRIPT" if job.scheduler == "slurm" else "",
             _HIDE,
         )
     if visible_gpus.here():
