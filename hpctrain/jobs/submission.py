@@ -385,8 +385,8 @@ def _check_options(spec: JobSpec) -> None:
         return
     from hpctrain.jobs import training_options  # only for these scripts
 
-    # With one task and no GPU, `hpctrain run` starts a rank for each GPU that it finds.
-    is_certain = spec.launcher != "none" and (spec.gpus or spec.tasks > 1)
+    # With one task, `hpctrain run` starts a rank for each GPU that it finds.
+    is_certain = spec.launcher != "none" and (spec.tasks > 1 or spec.gpus == 1)
     for setting in spec.sweep or ((),):
         more = [word for name, value in setting for word in (f"--{name}", value)]
         training_options.check(

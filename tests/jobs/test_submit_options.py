@@ -72,6 +72,10 @@ def test_submit_refuses_options_with_which_the_script_cannot_train(
         ("--epochs two", {"stage_code": "code"}),
         ("--recipe r.toml", {"nodes": 3}),  # perhaps with GPUs that Slurm does not know
         ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2, "launcher": "none"}),
+        (
+            "--global-batch 64 --batch-size 16 --accumulate 1",
+            {"gpus_per_node": 4, "tasks_per_node": 1, "backend": "dataparallel"},
+        ),
     ],
 )
 def test_submit_leaves_options_that_may_be_right_to_the_job(submitted, words, job):
