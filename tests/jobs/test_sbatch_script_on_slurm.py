@@ -142,6 +142,36 @@ def test_sbatch_command_line_options_win(cluster):
     assert ranks == [str(rank) for rank in range(6)], log
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["hpctrain", "srun"])
+def test_ranks_of_a_job_without_the_variables_of_its_submission_get_those_of_the_script(
+    cluster, launcher
+):
+    """Slurm also keeps the variables from srun's tasks after sbatch --export=NONE."""
+    spec = JobSpec(
+        name="none",
+        command=[
+            "bash",
+            "-c",
+            'echo "got ${RANK:-$SLURM_PROCID} $A $OUTSIDE in $HPCTRAIN_RUN_DIR"',
+        ],
+        environment={"A": "own"},
+        setup=(f"export PATH={launches.BIN}:$PATH PYTHONPATH={launches.TOP}",),
+        launcher=launcher,
+        nodes=3,
+    )
+    env = launches.on_cluster(cluster, OUTSIDE="of the login host")
+    done = cluster.run(
+        ["sbatch", "--parsable", "--export=NONE"], input=render(spec), env=env, check=True
+    )
+    job, code = cluster.ended(done.stdout.strip())
+    log = Path(f"none-{job}.log").read_text()
+    assert code == 0, log
+    lines = re.findall(r"got \d .*", log)
+    run = f"{Path.cwd()}/runs/none-{job}"
+    assert sorted(lines) == [f"got {rank} own  in {run}" for rank in range(3)], log
+
+
 CORES = 'echo "$RANK of $WORLD_SIZE: $OMP_NUM_THREADS of $SLURM_CPUS_ON_NODE"'
 
 
