@@ -113,7 +113,7 @@ class Once(InSlurm):
         failures, hosts = failure_record.failures(folder), failure_record.sessions(folder)
         found = min(
             failures.items(),
-            key=lambda one: (one[1].caused_by_other_rank, one[1].time),
+            key=lambda one: (one[1].caused_by_other_rank, one[1].date),
             default=None,
         )
         first = None
@@ -122,16 +122,17 @@ class Once(InSlurm):
             first = FirstFailure(
                 rank,
                 hosts.get(rank, ""),
-                failure.time,
+                failure.date,
                 failure.caused_by_other_rank,
                 failure.description,
                 failure.traceback,
                 failure.exit_code,
             )
             killed = hosts.keys() - failures.keys()  # they could record nothing
-            if failure.caused_by_other_rank and outcome.code > 128 and killed:
-                rank, how = min(killed), f"with signal {signal_name(outcome.code - 128)}"
-                first = FirstFailure(rank, hosts[rank], failure.time, False, how, "", outcome.code)
+            # srun kills other ranks, too; then it is not known which one was the first.
+            if failure.caused_by_other_rank and outcome.code > 128 and len(killed) == 1:
+                (rank,), how = killed, f"with signal {signal_name(outcome.code - 128)}"
+                first = FirstFailure(rank, hosts[rank], failure.date, False, how, "", outcome.code)
         code = first.code if first else outcome.code
         return HostsEnd(code, outcome.signal is not None, first, ranks=max(len(failures), 1))
 

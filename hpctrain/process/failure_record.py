@@ -37,6 +37,7 @@ class Failure:
         pid: process id of the rank.
         exit_code: exit code with which the rank is about to end.
         traceback: traceback of the error; empty for an error of hpctrain and for SystemExit.
+        date: the same time in seconds since the epoch, to compare failures of several hosts.
     """
 
     time: float
@@ -45,6 +46,7 @@ class Failure:
     pid: int
     exit_code: int = exit_codes.FAILED
     traceback: str = ""
+    date: float = 0.0
 
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
@@ -64,7 +66,9 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
         text = "".join(traceback.format_exception(error))
     elif isinstance(error.code, int):
         code = error.code
-    failure = Failure(time.monotonic(), caused_by_other_rank, description, os.getpid(), code, text)
+    failure = Failure(
+        time.monotonic(), caused_by_other_rank, description, os.getpid(), code, text, time.time()
+    )
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 

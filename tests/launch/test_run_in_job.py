@@ -3,6 +3,7 @@
 tests/jobs/test_sbatch_script_on_slurm.py and tests/training/test_resume_on_slurm.py use a real one.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -417,3 +418,34 @@ def test_shell_or_notebook_in_a_task_of_srun_is_no_rank(slurm, agent, monkeypatc
     output = agent("--", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert {"0: 0 of 2", "1: 1 of 2"} <= set(output.splitlines())
     assert "requeue" not in str(calls(slurm))
+
+
+def records(**ranks):
+    """Return lines of sh by which ranks of a step with `--direct` record failures."""
+    lines = []
+    for rank, (time, date, caused) in enumerate(ranks.values()):
+        found = {
+            "time": time,
+            "date": date,
+            "caused_by_other_rank": caused,
+            "description": f"ValueError: of {rank}",
+            "pid": 1,
+        }
+        lines.append(f"echo node{rank + 1} > $HPCTRAIN_EVIDENCE/session-{rank}; ")
+        lines.append(f"echo '{json.dumps(found)}' > $HPCTRAIN_EVIDENCE/failure-{rank}; ")
+    return "".join(lines)
+
+
+def test_first_failure_of_direct_is_that_of_the_wall_clock(slurm, capfd):
+    """The clocks of hosts that count from their own starts do not compare."""
+    lines = records(a=(9.0, 100.0, False), b=(5.0, 101.0, False), c=(1.0, 99.0, True))
+    assert run(f"{lines}exit 1") == 1
+    assert "rank 0 on node1 failed first, ValueError: of 0" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_killed_rank_of_direct_is_named_if_it_is_the_only_one(slurm, capfd, killed):
+    lines = records(a=(9.0, 100.0, True), b=(9.0, 100.0, True))
+    lines += "".join(f"echo n > $HPCTRAIN_EVIDENCE/session-{5 + rank}; " for rank in range(killed))
+    run(f"{lines}kill -9 $$", "--max-attempts", "1")
+    assert ("rank 5 on n failed first" in capfd.readouterr().err) == (killed == 1)
