@@ -45,12 +45,17 @@ PARTS = {
     "strace": "apt-get install strace",
     "submitit": "pip install submitit",
 }
-# Properties of a machine, and programs without a Debian package: --strict-parts does not need them.
+# Properties of a machine, programs without a Debian package, and packages whose programs are tried:
+# --strict-parts does not need them.
 OPTIONAL_PARTS = {
+    "accelerate": "pip install accelerate",
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",
+    "lightning": "pip install lightning",
     "no-driver": "a machine without an NVIDIA driver",
     "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
+    "timm": "pip install timm",
+    "transformers": "pip install transformers accelerate",
     "two-cores": "two cores",
     "two-gpus": "two GPUs",
 }

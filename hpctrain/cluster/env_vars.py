@@ -84,6 +84,21 @@ SCRUB_NAMES = frozenset(
         "HYDI_CONTROL_FD",
         "I_MPI_HYDRA_UUID",
         "PRTE_LAUNCHED",
+        # What horovodrun sets; the other HOROVOD_* variables are settings of the user. Source:
+        # horovod/runner/gloo_run.py and horovod/runner/mpi_run.py, Horovod 0.28.1.
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_CROSS_SIZE",
+        "HOROVOD_HOSTNAME",
+        "HOROVOD_CONTROLLER",
+        "HOROVOD_CPU_OPERATIONS",
+        "HOROVOD_GLOO_IFACE",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT",
+        "HOROVOD_ELASTIC",
     }
 )
 SCRUB_PREFIXES = (
@@ -95,7 +110,6 @@ SCRUB_PREFIXES = (
     "OMPI_",
     "PMI_",
     "PMIX_",
-    "HOROVOD_",
     "MV2_",
     "MPISPAWN_",
     "PALS_",

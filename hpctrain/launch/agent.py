@@ -153,7 +153,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         ContradictionError: the hosts have different numbers of ranks.
         StartError: not all agents have connected, or the system cannot start more processes.
     """
-    stores = Stores() if world.rank == 0 else None
+    stores = Stores(bool(world.on_one_host)) if world.rank == 0 else None
     try:
         entry = {
             "gpus": len(rank_environment.gpus_of(env)),

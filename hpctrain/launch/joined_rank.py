@@ -19,6 +19,7 @@ from hpctrain.rendezvous import meet
 __all__ = ["join"]
 
 _START_SECONDS = 300.0
+_CHOSEN = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
 
 
 def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str]) -> NoReturn:
@@ -34,7 +35,8 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
             no such program.
         StartError: not all ranks have connected.
     """
-    stores = Stores() if start.world.rank == 0 else None
+    local = bool(start.world.on_one_host)
+    stores = Stores(local) if start.world.rank == 0 else None
     entry = {"ports": stores.ports if stores else None}
     point = start.rendezvous_point
     mistake = start.stray or start.waste
@@ -51,6 +53,8 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
         ports=tuple(roster.entries[0]["ports"]),
     )
     environ = {**env, **of_rank(world, counts, connection, env)}
+    # Under mpirun, a person may have chosen MPI for Horovod.
+    environ |= {name: env[name] for name in _CHOSEN if name in env}
     if stores is not None:
         stores.serve(env)
     try:

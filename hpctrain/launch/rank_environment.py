@@ -10,6 +10,7 @@ from hpctrain.cluster import visible_gpus as devices
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.launchers.horovodrun import Horovodrun
 from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
+from hpctrain.cluster.launchers.slurm import SlurmStep
 from hpctrain.cluster.launchers.torchrun import Torchrun
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
@@ -39,6 +40,13 @@ AS = {
     "mpi": "openmpi",
     "horovod": "horovodrun",
 }
+
+# Variables of a task of srun, for scripts that read only these. The ids are those of the job.
+_OF_A_TASK = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"),
+)
 
 # Each rank is a Python process; a larger number on one machine is probably a typing error.
 MOST_RANKS = 1024
@@ -161,6 +169,8 @@ def environs_of_host(
     count = tasks_per_node[here]
     _check_number(count)
     common = _common(env, "hpctrain", cores)
+    if env.get("SLURM_JOB_ID"):
+        common["SLURM_CPUS_PER_TASK"] = str(cores)
     found = {}
     for local_rank in range(count):
         rank = World(
@@ -179,16 +189,18 @@ def environs_of_host(
 def of_rank(
     world: World, tasks_per_node: Sequence[int], connection: Connection, env: Environ
 ) -> dict[str, str]:
-    """Return the variables of a rank: those of hpctrain, torchrun and horovodrun.
+    """Return the variables of a rank: those of hpctrain, torchrun, horovodrun, and srun in its job.
 
     A script without hpctrain finds what it reads: that of torch.distributed, accelerate or
-    Lightning the variables of torchrun, that of Horovod those of horovodrun.
+    Lightning the variables of torchrun, that of Horovod those of horovodrun, and one that was
+    written for srun those of a task.
 
     Args:
         world: place of the rank; complete.
         tasks_per_node: number of ranks on each host.
         connection: way to the other ranks.
-        env: environment in which a person may have chosen the network interface.
+        env: environment of this process, with the scheduler's job, and the network interface if a
+            person has chosen it.
     """
     start, ports = connection.start, connection.ports
     environ = {
@@ -219,6 +231,11 @@ def of_rank(
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": connection.main_address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(ports[1]),
     }
+    if env.get("SLURM_JOB_ID"):
+        task = SlurmStep().environ(world, tasks_per_node, 0)
+        environ |= {name: task[name] for name in _OF_A_TASK}
+        if len(set(tasks_per_node)) == 1:
+            environ["SLURM_NTASKS_PER_NODE"] = str(tasks_per_node[0])
     return environ
 
 

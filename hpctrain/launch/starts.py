@@ -151,7 +151,7 @@ def simulated(
     Raises:
         UsageError, StartError: as for `on_this_machine`.
     """
-    stores = Stores() if style == "hpctrain" else None
+    stores = Stores(local=True) if style == "hpctrain" else None
     try:
         ports = (stores.ports[0], stores.ports[1]) if stores else None
         environs = rank_environment.environs(tasks_per_node, env, style, gpus, ports)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from hpctrain.launch import store_starter
+from hpctrain.rendezvous.addresses import LOOPBACK
 
 __all__ = ["Stores"]
 
@@ -23,14 +24,18 @@ _SERVERS = ("hpctrain.backends.ddp.store_process", "hpctrain.rendezvous.http_sto
 
 
 class Stores:
-    """Sockets of the two stores, bound to free ports of all addresses of this host.
+    """Sockets of the two stores, bound to free ports.
+
+    Args:
+        local: whether all ranks are on this host. The sockets then have only its loopback address,
+            else all its addresses.
 
     Attributes:
         ports: port of the TCPStore and of Horovod's store.
     """
 
-    def __init__(self) -> None:
-        self._sockets = [_listener() for _ in _SERVERS]
+    def __init__(self, local: bool) -> None:
+        self._sockets = [_listener(local) for _ in _SERVERS]
         self.ports = [listener.getsockname()[1] for listener in self._sockets]
         self._process: subprocess.Popen[bytes] | None = None
         self._told, self._tells = os.pipe()
@@ -75,7 +80,9 @@ class Stores:
             listener.close()
 
 
-def _listener() -> socket.socket:
+def _listener(local: bool) -> socket.socket:
+    if local:
+        return socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 may be switched off
             return socket.create_server(

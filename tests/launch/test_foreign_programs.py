@@ -1,9 +1,9 @@
 """Programs that know nothing of hpctrain, under `hpctrain run`: torch, Horovod, shell, modules."""
 
 import contextlib
-import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -12,6 +12,7 @@ import launches
 import processes
 import pytest
 from processes import until
+from programs import matrix
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 NONE_OF_THEM = "none of the 3 ranks has opened a Session or connected to the others"
@@ -23,12 +24,6 @@ def background():
     """Return a function that starts commands; those that still run at the end are killed."""
     with processes.background() as begin:
         yield begin
-
-
-@pytest.fixture
-def horovod(lacking):
-    if importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "no module named horovod")
 
 
 def write(name, text):
@@ -53,9 +48,9 @@ def servers(mark):
     return sorted(found)
 
 
-def listening(port):
+def listening(port, address="127.0.0.1"):
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", int(port))) == 0
+        return probe.connect_ex((address, int(port))) == 0
 
 
 def check_that_nothing_is_left(mark, ports):
@@ -65,88 +60,49 @@ def check_that_nothing_is_left(mark, ports):
     until(lambda: not any(map(listening, ports)))
 
 
-# The gradients are of other data on each rank: the weights are equal only if they are averaged.
-DDP = """
-import hashlib, json, os, sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(8, 4)).square().sum().backward()
-    optimizer.step()
-weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-place = [dist.get_rank(), dist.get_world_size()]
-dist.destroy_process_group()
-"""
-HOROVOD = """
-import hashlib, json, os, sys
-import horovod.torch as hvd
-import torch
-
-hvd.init()
-torch.manual_seed(hvd.rank())
-model = torch.nn.Linear(4, 2)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(8, 4)).square().sum().backward()
-    optimizer.step()
-weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
-place = [hvd.rank(), hvd.size()]
-hvd.shutdown()
-"""
-PRINT_DIGEST = """
-assert "hpctrain" not in sys.modules
-print(json.dumps({
-    "place": place,
-    "digest": hashlib.sha256(weights.tobytes()).hexdigest(),
-    "argv": sys.argv[1:],
-    "ports": [os.environ["MASTER_PORT"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]],
-}))
-"""
-
-
-# Ranks that hpctrain starts, and tasks of MPI, each of which `hpctrain run` makes a rank.
-STARTS = {
-    "ranks": [*RUN, "--nproc-per-node", "3"],
-    "tasks": [*RUN, "--nproc-per-node", "3", "--as", "mpi", "--", *RUN],
-}
-of_each_start = pytest.mark.parametrize(
-    "start", ["ranks", pytest.param("tasks", marks=pytest.mark.slow)]
+of_programs = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("torch", "horovod") else pytest.mark.slow)
+        for name, program in matrix.PROGRAMS.items()
+        if not program.only_in_slurm
+    ],
 )
 
 
-def check_training(program, start, tmp_path):
-    script = write("train.py", program + PRINT_DIGEST)
+@pytest.fixture
+def check(lacking, tmp_path):
+    """Return a function that runs a program in a place, and checks that its ranks agree."""
+
+    def check(name, where, cluster=None):
+        if package := matrix.missing(matrix.PROGRAMS[name]):
+            lacking(package, f"no module named {package}")
+        assert matrix.run(name, where, tmp_path, cluster) == ""
+
+    return check
+
+
+@of_programs
+def test_program_of_a_library_trains_with_equal_weights(check, name, monkeypatch):
     mark = f"training-{os.getpid()}"
-    command = [*STARTS[start], script, "--", "x", "--nodes"]
-    done = launches.start(command, tmp_path, MARK=mark)
-    assert done.returncode == 0, done.stderr
-    ranks = printed(done.stdout)
-    assert [rank["place"] for rank in ranks] == [[0, 3], [1, 3], [2, 3]]
-    assert all(rank["argv"] == ["--", "x", "--nodes"] for rank in ranks)
-    assert len({rank["digest"] for rank in ranks}) == 1
-    assert "hpctrain: none of the" not in done.stderr
-    check_that_nothing_is_left(mark, ranks[0]["ports"])
+    monkeypatch.setenv("MARK", mark)
+    check(name, "this machine")
+    until(lambda: not processes.having(mark, "environ"))
 
 
-@of_each_start
-def test_script_of_torch_distributed_trains_with_equal_weights(start, tmp_path):
-    check_training(DDP, start, tmp_path)
+@pytest.mark.slow
+@of_programs
+def test_program_of_a_library_trains_in_tasks_of_mpirun(check, lacking, name):
+    if shutil.which("mpirun.openmpi") is None:
+        lacking("openmpi", "no mpirun.openmpi")
+    check(name, "mpirun")
 
 
-@of_each_start
-def test_script_of_horovod_trains_with_equal_weights(start, horovod, tmp_path):
-    check_training(HOROVOD, start, tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", matrix.PROGRAMS)
+@pytest.mark.parametrize("where", ["srun", "batch script"])
+def test_program_of_a_library_trains_on_hosts_of_slurm(cluster, check, name, where):
+    check(name, where, cluster)
 
 
 MODULE = """
@@ -155,16 +111,28 @@ print(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
 """
 
 
+# The variables of an agent in a job, the second of two.
+AGENT = {
+    "HPCTRAIN_LAUNCHER": "none",
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK"), "815"),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "1"),
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), "2"),
+    **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), "2"),
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "nodes"), [((), [0, 0, 0]), (("--nodes", "2"), [0, 0, 1])], ids=["one", "two"]
+    ("options", "nodes", "job"),
+    [((), [0, 0, 0], {}), (("--nodes", "2"), [0, 0, 1], {}), ((), [0, 0, 0], AGENT)],
+    ids=["one", "two", "in-a-job"],
 )
-def test_variables_of_torchrun_and_horovodrun_agree_with_those_of_hpctrain(
-    tmp_path, options, nodes
-):
+def test_variables_of_other_launchers_agree_with_those_of_hpctrain(tmp_path, options, nodes, job):
     write("shows.py", MODULE)
     layout = "2,1" if options else "3"
     command = [*RUN, *options, "--nproc-per-node", layout, "-m", "shows", "--", "-m"]
-    done = launches.start(command, tmp_path)
+    done = launches.start(command, tmp_path, **job)
     assert done.returncode == 0, done.stderr
     ranks = printed(done.stdout)
     assert len(ranks) == 3
@@ -181,6 +149,17 @@ def test_variables_of_torchrun_and_horovodrun_agree_with_those_of_hpctrain(
             assert env[name] == env[f"HPCTRAIN_{name}"] == str(value)
             horovod = "HOROVOD_" + name.replace("WORLD_", "")
             assert env[horovod] == str(value)
+        slurm = {
+            "SLURM_PROCID": number,
+            "SLURM_LOCALID": place["LOCAL_RANK"],
+            "SLURM_NODEID": node,
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), 3),
+            **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), 1),
+            **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), 3),
+        }
+        for name, value in slurm.items():
+            assert env.get(name) == (str(value) if job else None)
+        assert env.get("SLURM_CPUS_PER_TASK") == (env["OMP_NUM_THREADS"] if job else None)
         assert env["GROUP_RANK"] == env["HPCTRAIN_NODE_RANK"] == str(node)
         assert env["HOROVOD_CROSS_SIZE"] == str(2 if number != 1 and options else 1)
         assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
@@ -190,6 +169,16 @@ def test_variables_of_torchrun_and_horovodrun_agree_with_those_of_hpctrain(
         assert len({rank["env"][name] for rank in ranks}) == 1
     assert env["MASTER_PORT"] != env["HOROVOD_GLOO_RENDEZVOUS_PORT"]
     assert NONE_OF_THEM in done.stderr
+
+
+def test_task_of_mpirun_keeps_what_its_user_has_chosen_for_horovod(tmp_path):
+    write("shows.py", MODULE)
+    chosen = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CYCLE_TIME": "7"}
+    tasks = ["env", *(f"{name}={value}" for name, value in chosen.items()), *RUN, "-m", "shows"]
+    command = [*RUN, "--nproc-per-node", "3", "--as", "mpi", "--", *tasks]
+    ranks = printed(launches.start(command, tmp_path).stdout)
+    assert [rank["env"]["HOROVOD_RANK"] for rank in ranks] == ["0", "1", "2"]
+    assert all(chosen.items() <= rank["env"].items() for rank in ranks)
 
 
 def test_program_that_never_connects_has_no_server_and_is_named(background):
@@ -233,6 +222,10 @@ def test_stores_end_with_kill_9_of_hpctrain_run(background):
     ranks = printed("".join(run.stdout.readline() for _ in range(3)))
     assert [rank["answer"] for rank in ranks] == ["0", "1", "2"]
     until(lambda: servers(mark) == SERVERS)
+    for port in ranks[0]["ports"]:
+        # A socket with all addresses of this host has this one, too.
+        assert listening(port)
+        assert not listening(port, "127.0.0.2")
     os.kill(run.pid, signal.SIGKILL)
     run.wait(timeout=60)
     check_that_nothing_is_left(mark, ranks[0]["ports"])

@@ -21,6 +21,10 @@ INHERITED = {
     "SLURM_JOB_ID": "1",
     "SLURM_PROCID": "7",
     "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_TASK_PID": "7",
+    "HOROVOD_ELASTIC": "1",
+    "HOROVOD_HOSTNAME": "elsewhere",
     "OMPI_COMM_WORLD_RANK": "7",
     "PMI_RANK": "7",
     "TORCHELASTIC_RUN_ID": "other",
@@ -33,6 +37,7 @@ INHERITED = {
     "HPCTRAIN_EXIT_STATUS_FILE": "/elsewhere",
     "HPCTRAIN_LAUNCHER": "env",
 }
+SETTINGS = {"HOROVOD_FUSION_THRESHOLD": "1", "HOROVOD_TIMELINE": "timeline.json"}
 
 
 @pytest.fixture
@@ -114,7 +119,7 @@ def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_pa
         "place = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
         "open(f'rank-{world.rank}', 'w').write(json.dumps(place))\n"
     )
-    assert ranks(lines, (2, 1), INHERITED, style=style) == 0
+    assert ranks(lines, (2, 1), {**INHERITED, **SETTINGS}, style=style) == 0
     places = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
     for rank, (node, local_rank, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
         world, env = places[rank]["world"], places[rank]["env"]
@@ -125,11 +130,15 @@ def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_pa
         assert None not in (world["rank"], world["world_size"], world["local_rank"])
         own = next(one for one in LAUNCHERS if one.name == AS[style]).environ(full, (2, 1), 5)
         if style == "hpctrain":
-            own = of_rank(full, (2, 1), Connection("5", "127.0.0.1", "127.0.0.1", "", (1, 2)), {})
-            assert (env["RANK"], env["HOROVOD_RANK"]) == (str(rank), str(rank))
+            connection = Connection("5", "127.0.0.1", "127.0.0.1", "", (1, 2))
+            own = of_rank(full, (2, 1), connection, INHERITED)
+            for name in ("RANK", "HOROVOD_RANK", "SLURM_PROCID"):
+                assert env[name] == str(rank)
             assert env["MASTER_PORT"] != INHERITED["MASTER_PORT"]
-        job = env_vars.of_the_job(INHERITED) if style == "hpctrain" else {}
-        assert job.items() <= env.items()
+        job = {}
+        if style == "hpctrain":
+            job = {**env_vars.of_the_job(INHERITED), "SLURM_NTASKS": "3"}
+        assert job.items() | SETTINGS.items() <= env.items()
         assert style != "hpctrain" or env["SLURM_JOB_ID"] == "1"
         for name in INHERITED.keys() - own.keys() - job.keys() - {"HPCTRAIN_EXIT_STATUS_FILE"}:
             assert name not in env

@@ -58,8 +58,11 @@ def build(
             "uv pip install pip",
         )
     # Horovod's build reads Horovod's variables too. Of them, keep only the NCCL that the user set.
-    nccl = {name: env[name] for name in env if name.startswith("HOROVOD_NCCL_")}
-    env = {**env_vars.scrubbed(env), **nccl}
+    env = {
+        name: value
+        for name, value in env_vars.scrubbed(env).items()
+        if not name.startswith("HOROVOD_") or name.startswith("HOROVOD_NCCL_")
+    }
     torch = ask_torch(env)
     plan = decide(torch, cuda, mpi, env, print_line)
     place = cache.folder(key(plan), env)
