@@ -263,10 +263,9 @@ def _in_slurm(
     from hpctrain.launch.job_hosts import Inside
     from hpctrain.launch.slurm_job import SlurmJob, stop_signals
 
-    notebook = os.environ.get(env_vars.KERNEL)
-    in_batch = os.environ.get("ENVIRONMENT") == "BATCH" and not notebook
+    own = Process.current().own(os.environ)
+    in_batch = own.get("ENVIRONMENT") == "BATCH" and not own.get(env_vars.KERNEL)
     with stop_signals(in_batch) as received:
-        own = Process.current().own(os.environ)
         job = SlurmJob.here(own, arguments.max_restarts)
         env = dict(job.env)
         setting = _setting(arguments.setting, job.allocation.array_task)

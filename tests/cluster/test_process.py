@@ -163,6 +163,18 @@ def test_batch_script_has_no_variables_of_the_rank_that_submitted_it(name):
     assert (world.launcher, world.world_size) == ("none", 1)
 
 
+def test_batch_script_that_a_notebook_or_a_shell_has_submitted_is_neither():
+    shell = {**OWN, "JPY_PARENT_PID": "7", "SLURM_PTY_PORT": "40000"}
+    assert in_step("batch", **shell).own(shell) == OWN
+    assert in_step("batch").own(shell) == shell  # a kernel in a batch job, or `srun --pty` there
+
+
+def test_task_of_a_job_that_a_notebook_has_submitted_is_no_notebook():
+    shell = {**OWN, "JPY_PARENT_PID": "7", "SLURM_PTY_PORT": "40000"}
+    assert in_step("0", **shell).own(shell) == {**OWN, "SLURM_PTY_PORT": "40000"}
+    assert in_step("0", SLURM_PTY_PORT="40000").own(shell) == shell  # a kernel in a task
+
+
 def test_variables_of_a_launcher_below_the_batch_script_are_kept():
     outer = {**OWN, **launcher_variables("hpctrain")}
     ranks = {**outer, "HPCTRAIN_START": "78", "HPCTRAIN_RANK": "0"}

@@ -102,7 +102,7 @@ class Process:
         return cls(tuple(sys.orig_argv), launched_by, inherited, socket.gethostname())
 
     def own(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment without the variables of a rank that has submitted this job.
+        """Return the environment without the variables of a rank or shell that submitted this job.
 
         sbatch passes them on to the batch script, which no launcher of ranks has started. Those of
         Slurm are kept, as sbatch sets most of them anew.
@@ -110,15 +110,20 @@ class Process:
         Args:
             env: environment of this process.
         """
-        parent = self.launched_by
+        own, parent = dict(env), self.launched_by
         title = _TITLE.match(parent.title) if parent else None
-        if parent is None or title is None or title[2] != "batch":
-            return dict(env)
+        if parent is None or title is None:
+            return own
+        batch = title[2] == "batch"
+        # Jupyter sets that of its kernels below slurmstepd, and srun passes on that of the job.
+        for name in env_vars.OF_A_SHELL if batch else (env_vars.KERNEL,):
+            if name in own and own[name] == parent.started.get(name):
+                del own[name]
         passed = {name: parent.started[name] for name in _OF_RANKS if name in parent.started}
-        if not passed or passed != {name: env[name] for name in _OF_RANKS if name in env}:
-            return dict(env)  # a launcher was started since
-        kept = (*env_vars.scrubbed(env), env_vars.LAUNCHER, env_vars.STOP_FILE)
-        return {k: v for k, v in env.items() if k in kept or k.startswith(_OF_SLURM)}
+        if not batch or not passed or passed != {k: own[k] for k in _OF_RANKS if k in own}:
+            return own  # a launcher was started since
+        kept = (*env_vars.scrubbed(own), env_vars.LAUNCHER, env_vars.STOP_FILE)
+        return {k: v for k, v in own.items() if k in kept or k.startswith(_OF_SLURM)}
 
     def facts(self) -> dict[str, str]:
         """Return the facts that launchers read with the variables."""
