@@ -295,6 +295,12 @@ def test_first_failure_of_all_hosts_is_the_earliest_without_another_cause(tmp_pa
     assert read_ends(tmp_path, 143, stopped=False).first == consequence
 
 
+def test_error_of_an_agent_gives_the_code_where_srun_has_ended_the_others(tmp_path):
+    end = End(2, 0, None, None, stop_unhandled=False, usage=True)
+    (tmp_path / "end-node2").write_text(json.dumps(dataclasses.asdict(end)))
+    assert read_ends(tmp_path, 143, stopped=False) == HostsEnd(2, False, usage=True)
+
+
 def test_end_without_a_file_of_any_host_has_the_code_of_srun(tmp_path):
     assert read_ends(tmp_path, 143, stopped=True) == HostsEnd(143, True)
 
