@@ -147,10 +147,11 @@ def test_launcher_process_id_is_recorded():
 OWN = {"SLURM_JOB_ID": "815", "SLURM_NTASKS": "1", "A": "x", "HPCTRAIN_STOP_FILE": "/outer/stop"}
 
 
-def in_step(name, **started):
+def in_step(name, terminal=False, **started):
     """Return a process below the slurmstepd of a step, which started its child with variables."""
     title = f"slurmstepd: [815.{name}]"
-    return Process(launched_by=Ancestor(7, "slurmstepd", "slurm", title, started=started))
+    launched_by = Ancestor(7, "slurmstepd", "slurm", title, started=started)
+    return Process(launched_by=launched_by, terminal=terminal)
 
 
 @pytest.mark.parametrize("name", ["hpctrain", "torchrun", "horovodrun", "openmpi", "hydra"])
@@ -163,16 +164,20 @@ def test_batch_script_has_no_variables_of_the_rank_that_submitted_it(name):
     assert (world.launcher, world.world_size) == ("none", 1)
 
 
-def test_batch_script_that_a_notebook_or_a_shell_has_submitted_is_neither():
-    shell = {**OWN, "JPY_PARENT_PID": "7", "SLURM_PTY_PORT": "40000"}
-    assert in_step("batch", **shell).own(shell) == OWN
-    assert in_step("batch").own(shell) == shell  # a kernel in a batch job, or `srun --pty` there
+OF_A_KERNEL, OF_A_SHELL = {"JPY_PARENT_PID": "7"}, {"SLURM_PTY_PORT": "40000"}
 
 
-def test_task_of_a_job_that_a_notebook_has_submitted_is_no_notebook():
-    shell = {**OWN, "JPY_PARENT_PID": "7", "SLURM_PTY_PORT": "40000"}
-    assert in_step("0", **shell).own(shell) == {**OWN, "SLURM_PTY_PORT": "40000"}
-    assert in_step("0", SLURM_PTY_PORT="40000").own(shell) == shell  # a kernel in a task
+@pytest.mark.parametrize("step", ["batch", "0"])
+def test_job_that_a_notebook_or_a_shell_has_submitted_is_neither(step):
+    """Include tasks of srun in the shell of `srun --pty`."""
+    env = {**OWN, **OF_A_KERNEL, **OF_A_SHELL}
+    assert in_step(step, **env).own(env) == OWN
+    assert in_step(step, **OF_A_SHELL).own(env) == {**OWN, **OF_A_KERNEL}  # a kernel of this job
+
+
+def test_shell_of_srun_has_a_terminal():
+    env = {**OWN, **OF_A_SHELL}
+    assert in_step("0", terminal=True, **env).own(env) == env
 
 
 def test_variables_of_a_launcher_below_the_batch_script_are_kept():

@@ -88,18 +88,22 @@ class Process:
         inherited: environment of the parent that started the process with multiprocessing; None
             if it was started in another way.
         host: name of this host.
+        terminal: whether the process has a controlling terminal.
     """
 
     arguments: tuple[str, ...] = ()
     launched_by: Ancestor | None = None
     inherited: Mapping[str, str] | None = None
     host: str = ""
+    terminal: bool = False
 
     @classmethod
     def current(cls) -> "Process":
         """Collect the facts about this process."""
         launched_by, inherited = _launched_by(os.getpid()), _inherited()
-        return cls(tuple(sys.orig_argv), launched_by, inherited, socket.gethostname())
+        return cls(
+            tuple(sys.orig_argv), launched_by, inherited, socket.gethostname(), _has_terminal()
+        )
 
     def own(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment without the variables of a rank or shell that submitted this job.
@@ -114,13 +118,18 @@ class Process:
         title = _TITLE.match(parent.title) if parent else None
         if parent is None or title is None:
             return own
-        batch = title[2] == "batch"
-        # Jupyter sets that of its kernels below slurmstepd, and srun passes on that of the job.
-        for name in env_vars.OF_A_SHELL if batch else (env_vars.KERNEL,):
-            if name in own and own[name] == parent.started.get(name):
-                del own[name]
+        # sbatch and srun also pass on what makes a process a shell or a notebook. The shell of
+        # `srun --pty` has a terminal, and Jupyter starts its kernels below slurmstepd.
+        if not self.terminal:
+            own.pop(env_vars.PTY_PORT, None)
+        if own.get(env_vars.KERNEL) == parent.started.get(env_vars.KERNEL):
+            own.pop(env_vars.KERNEL, None)
         passed = {name: parent.started[name] for name in _OF_RANKS if name in parent.started}
-        if not batch or not passed or passed != {k: own[k] for k in _OF_RANKS if k in own}:
+        if (
+            title[2] != "batch"
+            or not passed
+            or passed != {k: own[k] for k in _OF_RANKS if k in own}
+        ):
             return own  # a launcher was started since
         kept = (*env_vars.scrubbed(own), env_vars.LAUNCHER, env_vars.STOP_FILE)
         return {k: v for k, v in own.items() if k in kept or k.startswith(_OF_SLURM)}
@@ -192,6 +201,14 @@ def _script(arguments: Sequence[str]) -> str:
         elif not argument.startswith("-"):
             return argument.rpartition("/")[2]
     return ""
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def _inherited() -> dict[str, str] | None:
