@@ -30,7 +30,7 @@ def main():
         "sum": total.item(),
         "digest": hashlib.sha256(weights.tobytes()).hexdigest(),
     }
-    print("AGREES", json.dumps(line), flush=True)
+    print(f"AGREES {json.dumps(line)}", flush=True)
     accelerator.end_training()
 
 

@@ -37,7 +37,7 @@ def main():
         "sum": total.item(),
         "digest": hashlib.sha256(weights.tobytes()).hexdigest(),
     }
-    print("AGREES", json.dumps(line), flush=True)
+    print(f"AGREES {json.dumps(line)}", flush=True)
     hvd.shutdown()
 
 

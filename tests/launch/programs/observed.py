@@ -34,7 +34,7 @@ def main():
         "local_rank": int(os.environ["LOCAL_RANK"]),
         "digest": hashlib.sha256(torch.cat(weights).numpy().tobytes()).hexdigest(),
     }
-    print("AGREES", json.dumps(line), flush=True)
+    print(f"AGREES {json.dumps(line)}", flush=True)
 
 
 if __name__ == "__main__":
