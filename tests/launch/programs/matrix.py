@@ -61,11 +61,11 @@ PROGRAMS = {
     "horovod": Program("{here}/horovod_mnist.py", ["horovod"]),
     "accelerate": Program("{here}/accelerate_loop.py", ["accelerate"]),
     "lightning": Program(f"{{here}}/lightning_trainer.py {LAYOUT}", ["lightning"], even=True),
-    "fabric": Program(f"{{here}}/lightning_fabric.py {LAYOUT}", ["lightning"], even=True),
+    "lightning fabric": Program(f"{{here}}/lightning_fabric.py {LAYOUT}", ["lightning"], even=True),
     "transformers": Program("{here}/transformers_trainer.py", ["transformers", "accelerate"]),
     "timm": Program("{here}/timm_train.py", ["timm", "torchvision"]),
     "torchvision": Program("{here}/torchvision_train.py", ["torchvision"]),
-    "srun": Program("{here}/srun_ddp.py", only_in_slurm=True),
+    "script for srun": Program("{here}/srun_ddp.py", only_in_slurm=True),
 }
 OBSERVED = "{here}/observed.py {sources}"
 LIGHTNING = f"{OBSERVED}/pytorch-lightning/examples"
@@ -83,7 +83,7 @@ PUBLISHED = {
         ["lightning", "torchvision", "jsonargparse"],
         even=True,
     ),
-    "fabric: train_fabric.py": Program(
+    "lightning: train_fabric.py": Program(
         f"{LIGHTNING}/fabric/image_classifier/train_fabric.py --epochs 1 --batch-size 8",
         ["lightning", "torchvision"],
         even=True,
