@@ -296,6 +296,7 @@ TABLES: dict[str, Table] = {
     "parity": parity,
     "repeats": functools.partial(recorded_baseline, "repeats"),
     "by launcher": functools.partial(recorded_baseline, "by_launcher"),
+    "programs": functools.partial(recorded_baseline, "programs"),
     "status": status,
     "errors": errors,
 }
