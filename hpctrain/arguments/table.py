@@ -319,6 +319,12 @@ class Options:
         "declare that every step uses the same parameters",
         action="store_true",
     )
+    ddp_find_unused_parameters: bool = option(
+        "--ddp-find-unused-parameters",
+        False,
+        "look in every step for parameters that the loss does not use, such as skipped layers",
+        action="store_true",
+    )
     ddp_gradient_as_bucket_view: bool = option(
         "--ddp-gradient-as-bucket-view",
         True,

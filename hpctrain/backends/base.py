@@ -116,7 +116,7 @@ class Backend(ABC):
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Set whether the next backward pass of a wrapped model averages its gradients."""
 
-    def attach(self, loss: Tensor, first: bool) -> Tensor:
+    def attach(self, loss: Tensor) -> Tensor:
         """Let the backward pass of a loss average the gradients of every prepared model.
 
         This works however the loss was computed: by `model(x)`, by another method, by the model as
@@ -124,20 +124,18 @@ class Backend(ABC):
         all ranks.
 
         Args:
-            loss: loss of a micro-batch.
-            first: whether the micro-batch is the first one of its step.
+            loss: loss of a micro-batch, or one of several.
 
         Returns:
             The loss on which to call `backward`.
         """
-        del first
         return loss
 
-    def forget(self) -> None:  # noqa: B027, as only Horovod's hooks count
+    def forget(self) -> None:  # noqa: B027, as only Horovod holds some back
         """Discard the micro-batches of the current step; its gradients are cleared."""
 
     def sync_gradients(self) -> None:  # noqa: B027, as ddp's backward pass has done it
-        """Wait until every gradient is averaged, after the last backward pass of a step."""
+        """Wait until every gradient is averaged, after a backward pass that averages."""
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take an optimizer step.

@@ -25,8 +25,13 @@ class Trained:
         self._flags = list(map(_TRAINED, self._all))
 
     def changed(self) -> bool:
-        """Check whether parameters were frozen or unfrozen. Cost: it reads each parameter."""
-        return list(map(_TRAINED, self._all)) != self._flags
+        """Check whether parameters were frozen or unfrozen. Cost: it reads each parameter.
+
+        A model that is frozen as a whole, as a discriminator while its generator learns, exchanges
+        no gradients and needs no change.
+        """
+        flags = list(map(_TRAINED, self._all))
+        return flags != self._flags and any(flags)
 
     def refresh(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Record which parameters are trained now; return the new ones with their names."""

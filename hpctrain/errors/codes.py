@@ -428,7 +428,7 @@ CODES: dict[str, Code] = {
             "The script replaced layers of the model after `session.prepare()`.",
         ),
         "Set `requires_grad_(False)` for a part that is not trained. For a part that some steps "
-        "leave out, add 0 times the sum of its parameters to the loss, or use "
+        "leave out, use `--ddp-find-unused-parameters` or "
         "`--backend horovod`.",
     ),
     "HT311": Code(
@@ -486,11 +486,6 @@ CODES: dict[str, Code] = {
         "Two prepared models share parameters, which Horovod would average twice.",
         ("The script prepares two modules separately, and one uses weights of the other.",),
         "Put both into one module, and pass it to `session.prepare()`.",
-    ),
-    "HT318": Code(
-        "Parameters were frozen or unfrozen within a step, which Horovod does not support.",
-        ("The script changes `requires_grad` between the micro-batches of a step.",),
-        "Change `requires_grad` only before the first micro-batch of a step.",
     ),
     # Precision, optimizers and Apex.
     "HT401": Code(

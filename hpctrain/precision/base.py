@@ -122,11 +122,11 @@ class Precision:
         """Return the loss for the backward pass, scaled so that small gradients do not vanish."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch."""
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """Run the backward pass of a micro-batch, with the keywords of `Tensor.backward`."""
         self.nonfinite.check_loss(loss)
         scaled = loss if self.scaler is None else self.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward(**keywords)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, before they are clipped."""

@@ -58,7 +58,8 @@ class Masters:
             master.grad = None if copy.grad is None else copy.grad.to(torch.float32)
 
     def copy_back(self, optimizer: Optimizer) -> None:
-        """Copy the masters of an optimizer to their copies."""
+        """Copy the masters of an optimizer to their copies, at the end of a step."""
+        self._collected.discard(id(optimizer))
         pairs = list(self._pairs(optimizer))
         if pairs:
             copies, masters = zip(*pairs, strict=True)
@@ -66,7 +67,7 @@ class Masters:
                 torch._foreach_copy_(copies, masters)
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Clear the gradients of the copies, at the end of a step."""
+        """Clear the gradients of the copies."""
         self._collected.discard(id(optimizer))
         for copy, _ in self._pairs(optimizer):
             copy.grad = None

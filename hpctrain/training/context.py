@@ -53,6 +53,8 @@ class Context:
         weight: weight of the current micro-batch in its step; 1 if all have the same number of
             samples.
         micro_batch: number of micro-batches done in the current step.
+        in_body: whether the loop is processing a batch of a run.
+        stepped: whether this batch of the run has ended a step.
     """
 
     options: Options
@@ -77,20 +79,5 @@ class Context:
     ema: EMA | None = None
     weight: float = 1.0
     micro_batch: int = 0
-
-    def choose_synchronization(self) -> None:
-        """Let only the last micro-batch of a step synchronize the gradients."""
-        if self.batches.accumulate > 1:
-            last = self.micro_batch == self.batches.accumulate - 1
-            for model in self.models:
-                self.backend.synchronize(model, last)
-
-    def forget_step(self) -> int:
-        """Drop the micro-batches of an incomplete step, and return their number."""
-        dropped, self.micro_batch = self.micro_batch, 0
-        if dropped:
-            self.backend.forget()
-            for optimizer in self.optimizers:
-                self.precision.clear(optimizer)
-            self.choose_synchronization()
-        return dropped
+    in_body: bool = False
+    stepped: bool = False

@@ -68,7 +68,8 @@ class GradientGuard:
                     "HT604",
                     "the gradients were changed or cleared between the micro-batches of a step",
                     "that they add up, which is what --accumulate is for",
-                    "remove optimizer.zero_grad(): session.step() clears the gradients",
+                    "remove model.zero_grad(): session.step() clears the gradients, or the "
+                    "optimizer's zero_grad() where a step ends",
                     "clip by --clip-norm, which clips before each step",
                 )
         elif self._left or sentinel.grad is not None:
@@ -89,42 +90,36 @@ class GradientGuard:
                     "that session.step() alone goes backward: it scales the loss, lets the ranks "
                     "average, and clears",
                     "remove loss.backward()",
-                    "session.step(loss_1 + loss_2), for several losses",
+                    "session.step(loss_1 + loss_2), or session.backward() for each of several "
+                    "losses",
                 )
 
 
-def watch_clipping(late: Callable[[], bool], undo: ExitStack) -> None:
-    """Refuse torch's clipping after `session.step`, where it has no effect.
+def watch_clipping(check: Callable[[bool], None], undo: ExitStack) -> None:
+    """Call a function before torch clips gradients.
 
-    `session.step` has cleared the gradients then. Scripts import the two clipping functions by
-    name, so this wraps functions that these call. Source: torch/nn/utils/clip_grad.py, torch 2.15.
+    Scripts import the two clipping functions by name, so this wraps functions that these call.
+    Source: torch/nn/utils/clip_grad.py, torch 2.15.
 
     Args:
-        late: returns whether the current batch has already ended a step.
+        check: function called with whether there is no gradient to clip.
         undo: receives the callbacks that restore the wrapped functions.
     """
     for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
         if hasattr(clip_grad, name):
             function = getattr(clip_grad, name)
-            setattr(clip_grad, name, partial(_refuse_none, late, function))
+            setattr(clip_grad, name, partial(_checked, check, function))
             undo.callback(setattr, clip_grad, name, function)
 
 
-def _refuse_none(
-    late: Callable[[], bool],
+def _checked(
+    check: Callable[[bool], None],
     function: Callable[..., Any],
     tensors: Any,
     *more: Any,
     **keywords: Any,
 ) -> Any:
-    none = isinstance(tensors, list) and not any(len(one) for one in tensors[:1])
-    if none and late():
-        raise UsageError(
-            "HT604",
-            "gradients are clipped after session.step(), which has applied and cleared them",
-            "that they are clipped before the update",
-            "remove clip_grad_norm_() or clip_grad_value_(); --clip-norm X or --clip-value X",
-        )
+    check(isinstance(tensors, list) and not any(len(one) for one in tensors[:1]))
     return function(tensors, *more, **keywords)
 
 

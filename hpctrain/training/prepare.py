@@ -1,7 +1,6 @@
 """Preparation of models and optimizers for a session."""
 
 import hashlib
-import inspect
 import io
 import os
 import shutil
@@ -127,8 +126,8 @@ def prepare_optimizer(
         batches: batches of the session, for the global batch.
 
     Raises:
-        UsageError: the optimizer has parameters of no prepared model, needs a closure, or has a
-            scheduler that has already read values which an option changes.
+        UsageError: the optimizer has parameters of no prepared model, or has a scheduler
+            that has already read values which an option changes.
     """
     known = {parameter for model in models for parameter in model.parameters()}
     unprepared = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
@@ -139,15 +138,6 @@ def prepare_optimizer(
             "model, so each rank would keep its own gradients of them",
             "parameters of prepared models",
             "session.prepare(model, optimizer), with such parameters in a module",
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            "HT607",
-            f"a {type(optimizer).__name__}, whose step calls a closure for the loss, several times",
-            "an optimizer that needs the gradients of one backward pass, as session.step() gives",
-            "torch.optim.AdamW(model.parameters()), for one",
-            "train without session.step()",
         )
     if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
         raise UsageError(

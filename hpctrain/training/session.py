@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,26 +16,17 @@ from torch.utils.data import Dataset
 
 from hpctrain import data
 from hpctrain.arguments import Options
-from hpctrain.backends.base import Backend
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import (
-    ACCUMULATING,
-    BACKWARD,
-    EVALUATING,
-    IDLE,
-    UPDATING,
-    WAITING,
-)
+from hpctrain.process.phases import EVALUATING, IDLE, WAITING
 from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
 from hpctrain.training.consensus import meet
-from hpctrain.training.gradient_guard import GradientGuard
-from hpctrain.training.optimizer_step import Update
+from hpctrain.training.gradients import Gradients
 from hpctrain.training.preemption import Preemption, Stopped
 from hpctrain.training.setup import open_ranks
 from hpctrain.training.training_run import Run
@@ -81,7 +72,6 @@ class Session:
         # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self._exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
-        self._guard = GradientGuard()
         self._closed = False
         self._undo = ExitStack()  # restores what a session changes in its process
         self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
@@ -120,9 +110,8 @@ class Session:
         if namespace is not None and getattr(namespace, "batch_size", 0) is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
             namespace.batch_size = self.batches.batch_size
-        # A step can take microseconds, so avoid a call of attach() that does nothing.
-        self._attaches = type(self.backend).attach is not Backend.attach
-        self._update = Update(self.backend, self.precision, options)
+        self._gradients = Gradients(context)
+        self._undo.callback(self._gradients.close)
         # Same seed on all ranks, so that they create the same weights and split the data alike.
         torch.manual_seed(options.seed)
         random_states.seed(options.seed, self.device, options.seed_everything)
@@ -172,9 +161,9 @@ class Session:
 
         Raises:
             UsageError: an object is neither a model nor an optimizer; a model does not fit the file
-                of `--init-from`; an optimizer has parameters of no prepared model, needs a closure,
-                or has a scheduler that has already read values which an option changes; or another
-                rank does something else.
+                of `--init-from`; an optimizer has parameters of no prepared model, or has a
+                scheduler that has already read values which an option changes; or another rank does
+                something else.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
@@ -212,11 +201,11 @@ class Session:
                 for other in prepare.replaced(thing, optimizers):
                     optimizers.remove(other)
                 thing.register_step_post_hook(self._note_step)
+                self._gradients.adopt(thing)
                 optimizers.append(thing)
         if self.options.ema is not None:
             context.ema = EMA(models, self.options.ema, source=self.precision.master)
-        self._guard.watch(models, optimizers, self.precision)
-        context.choose_synchronization()
+        self._gradients.watch()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def loader(
@@ -292,56 +281,71 @@ class Session:
             True if this was the last micro-batch of its step.
 
         Raises:
-            UsageError: an optimizer was not prepared, optimizers are named although micro-batches
-                accumulate, or the loss is no single number with a gradient.
+            UsageError: an optimizer was not prepared or needs a closure, optimizers are named
+                although micro-batches accumulate, or the loss is no single number with a gradient.
         """
-        context, events = self._context, self._events
-        accumulate, prepared = self.batches.accumulate, context.optimizers
-        if not prepared or (optimizers and any(one not in prepared for one in optimizers)):
-            raise UsageError(
-                "HT606",
-                "session.step() with an optimizer that was not prepared"
-                if optimizers
-                else "session.step(), and no optimizer was prepared",
-                "gradients that are averaged, applied and cleared",
-                "model, optimizer = session.prepare(model, optimizer)",
-            )
-        if optimizers and accumulate > 1:
-            raise UsageError(
-                "HT607",
-                f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
-                "session.step(loss), one loss for all optimizers",
-                "--accumulate 1",
-            )
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise UsageError(
-                "HT608",
-                f"session.step() with {_described(loss)}",
-                "the mean loss of a micro-batch: a tensor of one number that has a gradient",
-                "session.step(loss.mean())",
-            )
-        first = context.micro_batch == 0
-        events.backward()
-        self._guard.before(first)
-        last = context.micro_batch + 1 == accumulate
-        events.phase(BACKWARD if last else ACCUMULATING)
-        if self._attaches:
-            loss = self.backend.attach(loss, first)
-        if context.weight != 1.0:
-            loss = loss * context.weight
-        self.precision.backward(loss if accumulate == 1 else loss / accumulate)
-        context.micro_batch += 1
-        if not last:
-            self._guard.between()
-            context.choose_synchronization()
-            return False
-        context.micro_batch = 0
-        events.phase(UPDATING)
-        self._update(optimizers or prepared, prepared, context.ema)
-        events.stepped()  # the optimizer's hook has called this, except after an overflow
-        if accumulate > 1:
-            context.choose_synchronization()
-        return True
+        return self._gradients.step(loss, optimizers)
+
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """Run the backward pass of one of the losses of a micro-batch.
+
+        The loss is scaled as the precision needs it, and divided by the number of micro-batches
+        that accumulate. After it, in the last micro-batch of a step, the gradients are averaged
+        over all ranks. `step()` and `zero_grad()` of a prepared optimizer then work as in plain
+        torch; in the other micro-batches of a step they do nothing.
+
+        Args:
+            loss: mean loss of a micro-batch, of shape ().
+            keywords: arguments for `Tensor.backward`, such as `retain_graph=True`.
+
+        Raises:
+            UsageError: the loss is no single number with a gradient, or micro-batches accumulate
+                outside of `run.batches`.
+        """
+        self._gradients.backward(loss, **keywords)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this is the last micro-batch of its step, in which optimizers step."""
+        return self._gradients.last
+
+    def unscale_gradients(self, *optimizers: Optimizer) -> None:
+        """Remove the loss scale from the gradients, before the script reads or changes them.
+
+        It does nothing in a precision without a loss scale, in a step where it was done already,
+        and between the micro-batches of a step.
+
+        Args:
+            optimizers: optimizers of the parameters (default: all prepared ones).
+        """
+        self._gradients.unscale(optimizers or self.optimizers)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the norm of the averaged gradients, without the loss scale.
+
+        Args:
+            parameters: parameters of prepared models, such as `model.parameters()`.
+            max_norm: largest norm of all gradients together; `math.inf` only measures.
+            norm_type: p of the p-norm.
+
+        Returns:
+            The norm before it was clipped, of shape (), equal on all ranks; None between the
+            micro-batches of a step. The next row of metrics has it as `grad_norm`.
+        """
+        return self._gradients.clip(
+            parameters, lambda found: nn.utils.clip_grad_norm_(found, max_norm, norm_type)
+        )
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip each element of the averaged gradients to [-clip_value, clip_value].
+
+        Args:
+            parameters: parameters of prepared models.
+            clip_value: largest absolute value.
+        """
+        self._gradients.clip(parameters, lambda found: nn.utils.clip_grad_value_(found, clip_value))
 
     def sum(self, *values: Any) -> Any:
         """Sum each value over all ranks, exactly; see `evaluation.total`.
@@ -370,13 +374,14 @@ class Session:
                 name. They need `state_dict()` and `load_state_dict()`.
             name: name of the run (default: name of the script).
         """
-        return Run(self._context, state or {}, name)
+        return Run(self._context, self._gradients, state or {}, name)
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """Return a context manager in which the prepared models have the weights of `--ema`.
 
         Use it for evaluation. Without `--ema` the models keep their weights.
         """
+        self._gradients.end_step()  # inside of a step of the run
         return nullcontext() if self.ema is None else self.ema.swapped()
 
     @property
@@ -487,12 +492,3 @@ class Session:
             self.close(error.code, f"the script left with {error.code}")
         else:
             self.close(exit_codes.FAILED, f"{type(error).__name__}: {error}")
-
-
-def _described(loss: Any) -> str:
-    """Describe an object that was passed in place of a loss."""
-    if not isinstance(loss, Tensor):
-        return f"a {type(loss).__name__}"
-    if loss.numel() != 1:
-        return f"a loss of shape {tuple(loss.shape)}"
-    return "a loss without a gradient (made under torch.no_grad(), or detached)"

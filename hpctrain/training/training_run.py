@@ -29,6 +29,7 @@ from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet, on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.gradient_guard import watch_clipping
+from hpctrain.training.gradients import Gradients
 from hpctrain.training.journal import RunJournal, code_of
 from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
@@ -62,9 +63,11 @@ class Run:
 
     directory: RunDirectory
 
-    def __init__(self, context: Context, state: dict[str, Any], name: str | None) -> None:
+    def __init__(
+        self, context: Context, gradients: Gradients, state: dict[str, Any], name: str | None
+    ) -> None:
         refuse_stateless(state)
-        self._context = context
+        self._context, self._gradients = context, gradients
         self._state = dict(state)
         self._later: list[LaterGroups] = []
         self._left: dict[str, Any] = {}  # saved states of objects that do not exist yet
@@ -78,13 +81,11 @@ class Run:
         self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches since the last step
         self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
-        self._stepped = False  # whether this micro-batch has ended a step
         self._compared = False  # whether the ranks have compared their data sets
         self._compares = _FIRST_STEPS  # steps left in which the ranks compare their weights
         self._looked = False  # whether the first batch of a script's own loader was checked
         self._begun = False  # whether the loop has requested the batches of this epoch
         self._cut_short = False  # whether --max-steps ended the current epoch early
-        self._in_body = False  # whether the loop is processing a batch
         self._stop: str | None = None  # why all ranks stop, after their consensus
         self._paused, self._pause = time.monotonic(), 0.0  # end of last batches; longest time after
         self._undo = ExitStack()  # restores what a run changes in its process
@@ -147,7 +148,7 @@ class Run:
         self._events.phase = monitor.beside(watchdog.heartbeat)
         self._events.evaluated = monitor.evaluated
         self._events.backward, self._events.stepped = self._begin_backward, self._count_step
-        watch_clipping(lambda: self._in_body and self._stepped, self._undo)
+        watch_clipping(self._gradients.before_clipping, self._undo)
 
     def _find_schedulers(self) -> None:
         """Add the schedulers of the prepared optimizers to the checkpoints.
@@ -214,6 +215,15 @@ class Run:
                     "never reached",
                     "run.batches(loader) over a loader with samples",
                 )
+            if self.step == before and self._batches and self._context.optimizers:
+                raise UsageError(
+                    "HT605",
+                    f"{self._batches} batches of epoch {self.epoch}, and no optimizer step",
+                    "steps of a prepared optimizer, by which the run counts",
+                    "session.step(loss)",
+                    "session.backward(loss), then optimizer.step() of an optimizer that was given "
+                    "to session.prepare()",
+                )
             if not self._cut_short:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
@@ -268,11 +278,11 @@ class Run:
                     micro_batch = self._index * world.world_size + world.rank
                     number = seeds.derive("step", options.seed, self.step, micro_batch)
                     random_states.seed(number, context.device, options.seed_everything)
-                self._in_body = self._in_hand = True
+                context.in_body = self._in_hand = True
                 try:
                     yield batch
                 finally:
-                    self._in_body = False
+                    context.in_body = False
                 self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
@@ -345,11 +355,11 @@ class Run:
         Raises:
             UsageError: the micro-batch does not come from `batches`.
         """
-        if not self._in_body:
+        if not self._context.in_body:
             raise UsageError(
                 "HT605",
-                "session.step() outside of run.batches(): the run would count no step, and neither "
-                "stop nor go on at the right sample",
+                "a backward pass outside of run.batches(): the run would count no step, and "
+                "neither stop nor go on at the right sample",
                 "the batches of a training by way of the run",
                 "for batch in run.batches(loader): … session.step(loss)",
             )
@@ -361,9 +371,9 @@ class Run:
 
         With several optimizers, only the first call for a micro-batch counts.
         """
-        if self._stepped or not self._in_hand:
+        if self._context.stepped or not self._in_hand:
             return
-        self._stepped = True
+        self._context.stepped = True
         assert self._watchdog is not None
         self.step = self._watchdog.step = self.step + 1
         self._epoch_step += 1
@@ -380,12 +390,13 @@ class Run:
         self._index += 1
         context = self._context
         last = self._index == context.batches.accumulate
-        if last and not self._stepped and not context.optimizers:
+        if last and not context.stepped and not context.optimizers:
             self._count_step()  # without a prepared optimizer, no hook has called this
-        self._in_hand = False
-        if not self._stepped:
+        self._in_hand, stepped = False, context.stepped
+        self._gradients.end_micro_batch(stepped)
+        if not stepped:
             return
-        self._stepped, self._index = False, 0
+        context.stepped, self._index = False, 0
         # Not through the properties below: each of them would add a call to every step.
         journal, monitor, saving = self._journal, self._monitor, self._checkpoints
         assert journal is not None
@@ -413,13 +424,12 @@ class Run:
     def _drop_rest(self) -> None:
         """Drop micro-batches that complete no step: a checkpoint cannot hold their gradients."""
         self._index = 0
-        dropped = self._context.forget_step()
+        dropped = self._gradients.forget()
         if dropped:
             logger.warning(
-                "%d of %d micro-batches of a step are left out, as epoch %d or its loop ended "
-                "there",
+                "%d micro-batches of an incomplete step are left out, as epoch %d or its loop "
+                "ended there",
                 dropped,
-                self._context.batches.accumulate,
                 self.epoch,
             )
 
@@ -513,7 +523,7 @@ class Run:
         Raises:
             UsageError: a value is neither.
         """
-        if not self._in_body:
+        if not self._context.in_body:
             self._settle()
             self._metrics.write(self.step, self.epoch, values)
         else:
@@ -529,7 +539,7 @@ class Run:
             UsageError: a step is under way, so weights and position would not match.
             NonFiniteError: the weights are no longer finite; the earlier checkpoints are kept.
         """
-        if self._in_body and self._in_hand and not self._stepped:
+        if self._context.in_body and self._in_hand and not self._context.stepped:
             raise UsageError(
                 "HT605",
                 "run.save() inside of run.batches(), where a step is under way",
@@ -538,7 +548,7 @@ class Run:
                 "--checkpoint-every STEPS",
             )
         self._settle()  # for a loop that was left by a break
-        if not self._in_body:
+        if not self._context.in_body:
             self._drop_rest()
         self._events.phase(WAITING)
         self._agree("a checkpoint")
@@ -589,7 +599,10 @@ class Run:
         context, tail = self._context, self._watch.lap(self.step)
         if context.optimizers:
             tail = {"lr": float(context.optimizers[0].param_groups[0]["lr"]), **tail}
-        self._metrics.end_row(context.precision.numbers(), tail)
+        numbers = context.precision.numbers()
+        if self._gradients.norm is not None:
+            numbers = {"grad_norm": self._gradients.norm, **numbers}
+        self._metrics.end_row(numbers, tail)
 
     def __exit__(
         self,

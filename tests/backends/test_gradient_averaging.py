@@ -1,5 +1,8 @@
 """Gradients are averaged however a loss is made of a prepared model; else a step is refused."""
 
+import io
+import logging
+
 import pytest
 import ranks
 import torch
@@ -198,20 +201,75 @@ def test_prepare_again_replaces_the_optimizer(run):
     assert ranks.values(run(2, prepare_again)) == [(True, True, True)] * 2
 
 
-def step_without_decoder():
-    with session(batch_size=1, precision="fp64", seed=3) as opened:
-        raw = Coder()
-        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
-        for _ in range(2):
-            opened.step(model.encode(own_points(opened)[0]).mean())
+class Skipping(Coder):
+    """A model with a layer that only some steps use, and one that only the last rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.sometimes, self.elsewhere = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, points, uses=False, here=False):
+        codes = self.encode(points)
+        codes = self.sometimes(codes) if uses else codes
+        return self.decode(self.elsewhere(codes) if here else codes)
 
 
-def test_parameters_without_a_gradient_are_named_by_ddp():
-    for result in ranks.run(2, step_without_decoder):
+def train_skipping(first, steps=10, **options):
+    """Train; from step `first` on, every other step leaves a layer out."""
+    with session(batch_size=1, precision="fp64", seed=3, **options) as opened:
+        raw = Skipping()
+        raw.elsewhere.requires_grad_(first == 0)
+        optimizer = torch.optim.SGD(raw.parameters(), 0.1, 0.9, weight_decay=0.1)
+        model, _ = opened.prepare(raw, optimizer)
+        for step in range(steps):
+            (points,) = own_points(opened)
+            # The last third of the points, which is on the last rank, uses one more layer.
+            size = opened.world.world_size
+            place = torch.arange(SAMPLES).chunk(size)[opened.world.rank].tolist()
+            uses = step < first or step % 2 > 0
+            losses = [
+                ((model(point[None], uses, first == 0 and number >= 8) - point) ** 2).mean()
+                for point, number in zip(points, place, strict=True)
+            ]
+            opened.step(torch.stack(losses).mean())
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_that_steps_or_ranks_leave_out_are_found(size):
+    (alone,) = ranks.values(ranks.run(1, train_skipping, 0))
+    found = ranks.values(ranks.run(size, train_skipping_and_log))
+    for weights, _ in found:
+        assert weights == pytest.approx(alone, rel=1e-9)
+    assert "the loss does not use sometimes.weight, sometimes.bias" in found[0][1]
+
+
+def train_skipping_and_log():
+    """Return the weights, and what this rank has logged."""
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logging.getLogger("hpctrain").addHandler(handler)
+    weights = train_skipping(0)
+    return weights, lines.getvalue()
+
+
+def skip_later(**options):
+    return train_skipping(8, **options)
+
+
+def skip_later_as_declared():
+    return train_skipping(8, ddp_find_unused_parameters=True)
+
+
+def test_layer_that_a_later_step_leaves_out_is_named():
+    for result in ranks.run(2, skip_later):
         assert isinstance(result, UsageError), result
         assert result.code == "HT310"
-        assert "decoder.weight, decoder.bias" in str(result)
-        assert "find_unused_parameters" not in str(result)
+        assert "no gradient was computed for sometimes.weight, sometimes.bias" in str(result)
+        assert "--ddp-find-unused-parameters" in str(result)
+    (alone,) = ranks.values(ranks.run(1, skip_later))
+    for weights in ranks.values(ranks.run(2, skip_later_as_declared)):
+        assert weights == pytest.approx(alone, rel=1e-9)
 
 
 def train_and_unfreeze(path, **options):

@@ -18,7 +18,7 @@ from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.ddp import ddp_options, text_exchange
 from hpctrain.backends.ddp.ddp_baseline import DDPBaseline
-from hpctrain.backends.ddp.rehearsal import reaches, rehearse, rehearse_loss
+from hpctrain.backends.ddp.rehearsal import reached, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
@@ -27,6 +27,7 @@ from hpctrain.cluster.env_vars import GLOO_INTERFACE
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, StartError, UsageError
+from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of
 
@@ -55,6 +56,8 @@ class DDP(Backend):
         self._deterministic, self._rendezvous = settings.deterministic, rendezvous
         self._trained: list[Trained] = []
         self._wrapped: list[TransparentDDP] = []
+        # Passes left in which the parameters that the loss does not use are looked for.
+        self._first_passes = 0 if settings.own["static_graph"] else _FIRST_PASSES
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
         world, own = rendezvous.world, rendezvous.roster.addresses[rendezvous.world.rank]
@@ -137,20 +140,25 @@ class DDP(Backend):
             **_NO_BUFFERS_IN_FORWARD,
         }
 
-    def attach(self, loss: Tensor, first: bool) -> Tensor:
+    def attach(self, loss: Tensor) -> Tensor:
         """Prepare the models that no forward pass has prepared, and those that have changed."""
-        del first
         idle = []
         for model in self._wrapped:
-            if not model.passed and model.require_backward_grad_sync:
+            # From the loss, torch finds unused parameters that the outputs of the model depend on.
+            if model.require_backward_grad_sync and (
+                not model.passed or model.find_unused_parameters
+            ):
                 idle.append(model)
             object.__setattr__(model, "passed", False)
         for trained in self._trained:
             if trained.changed():
                 idle = self._take_up(trained, idle)
+        if self._first_passes and any(one.require_backward_grad_sync for one in self._wrapped):
+            self._first_passes -= 1
+            idle = self._look_for_unused(loss, idle)
         if not idle:
             return loss
-        rehearsed = [model for model in idle if model.rehearses and reaches(loss, model.module)]
+        rehearsed = [model for model in idle if model.rehearses and _uses(loss, model.module)]
         if rehearsed:
             rehearse_loss(self._wrapped, loss)
             for model in rehearsed:
@@ -159,6 +167,49 @@ class DDP(Backend):
         for model in idle:
             loss = model.attach(loss)
         return loss
+
+    def _look_for_unused(
+        self, loss: Tensor, idle: list["TransparentDDP"]
+    ) -> list["TransparentDDP"]:
+        """Let models expect no gradient for parameters that a loss does not use on some rank.
+
+        Called by all ranks alike, in the first backward passes.
+
+        Args:
+            loss: loss of a micro-batch.
+            idle: models that have to be prepared for its backward pass.
+
+        Returns:
+            The models that have to be prepared now.
+        """
+        used = reached(loss)
+        lists: list[list[str]] = []
+        for model in self._wrapped:
+            trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            unused = [n for n, p in trained if used is not None and id(p) not in used]
+            lists.append([] if len(unused) == len(trained) else unused)
+        counts = torch.tensor([len(names) for names in lists], device=self.device)
+        for model, names, count in zip(
+            self._wrapped, lists, self.sum(counts).tolist(), strict=True
+        ):
+            if count and not model.find_unused_parameters:
+                logger.info(
+                    "the loss does not use %s: the ranks look for such parameters in each step "
+                    "from now on, as with --ddp-find-unused-parameters",
+                    _shortened(names) if names else "some parameters on another rank",
+                )
+                self._renew(model, find_unused_parameters=True)
+                idle = [*(one for one in idle if one is not model), model]
+        return idle
+
+    def _renew(self, model: "TransparentDDP", **arguments: Any) -> None:
+        """Initialize a wrapped model again, with the parameters that are trained now."""
+        # No exchange of weights: they are equal, and the next backward pass needs them unchanged.
+        found = model.find_unused_parameters
+        own = {**self._arguments(model.module), "init_sync": False}
+        model.renew({**own, "find_unused_parameters": found, **arguments})
+        model.rehearses = self._deterministic
+        ddp_options.compress(model, self._own)
 
     def _take_up(self, trained: Trained, idle: list["TransparentDDP"]) -> list["TransparentDDP"]:
         """Exchange the gradients of the parameters trained now; return the models to prepare.
@@ -169,15 +220,8 @@ class DDP(Backend):
         if wrapped and not wrapped[0].require_backward_grad_sync:
             return idle  # the last micro-batch of the step is early enough
         trained.refresh()
-        if not any(parameter.requires_grad for parameter in trained.model.parameters()):
-            for model in wrapped:
-                self._wrapped.remove(model)
-        elif wrapped:
-            # The weights are equal on all ranks, and a write to them would break the next
-            # backward pass.
-            wrapped[0].renew({**self._arguments(trained.model), "init_sync": False})
-            wrapped[0].rehearses = self._deterministic
-            ddp_options.compress(wrapped[0], self._own)
+        if wrapped:
+            self._renew(wrapped[0])
         else:
             wrapped = [self._wrap(trained.model, init_sync=False)]
         return [*(model for model in idle if model not in wrapped), *wrapped]
@@ -279,19 +323,18 @@ class DDP(Backend):
         for model in self._wrapped:
             names = [name for name, p in model.named_parameters() if p.requires_grad]
             if numbers and max(numbers) < len(names):
-                shown = ", ".join(names[number] for number in numbers[:_SHOWN])
+                shown = _shortened([names[number] for number in numbers])
                 break
         else:
             shown = "parameters that the model no longer has"
         return UsageError(
             "HT310",
-            f"no gradient was computed for {shown}{', …' if len(numbers) > _SHOWN else ''}: the "
-            "loss does not depend on them, so the ranks wait for each other",
+            f"no gradient was computed for {shown}: the loss does not depend on them, so the ranks "
+            "wait for each other",
             "a loss that depends on every trained parameter; the same layers as in "
             "session.prepare()",
+            "--ddp-find-unused-parameters (for parts that some steps leave out)",
             "requires_grad_(False) for parameters that are not trained",
-            "loss + 0 * sum(p.sum() for p in PART.parameters()) for a part that some steps leave "
-            "out",
             "--backend horovod",
         )
 
@@ -378,8 +421,21 @@ _LOST = re.compile(
 )
 
 
+# A GAN has three passes in a step; some more for a second step.
+_FIRST_PASSES = 6
 _NUMBERS = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _SHOWN = 5
+
+
+def _uses(loss: Tensor, module: nn.Module) -> bool:
+    """Check whether a loss depends on parameters of a model."""
+    used = reached(loss)
+    return used is None or not used.isdisjoint(map(id, module.parameters()))
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the first names, for a message."""
+    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
 
 
 def _transport(device: torch.device) -> str:

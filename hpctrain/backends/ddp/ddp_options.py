@@ -150,6 +150,7 @@ def arguments(model: nn.Module, own: Mapping[str, Any], transport: str) -> dict[
     return {
         "bucket_cap_mb": size,
         "static_graph": own["static_graph"],
+        "find_unused_parameters": own["find_unused_parameters"],
         "gradient_as_bucket_view": own["gradient_as_bucket_view"],
     }
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.process import random_states
 from hpctrain.process.pytree import map_tensors
 
-__all__ = ["reaches", "rehearse", "rehearse_loss"]
+__all__ = ["reached", "rehearse", "rehearse_loss"]
 
 
 def rehearse(
@@ -79,19 +79,24 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
         saved.put_back()
 
 
-def reaches(loss: Tensor, module: nn.Module) -> bool:
-    """Check whether a loss depends on parameters of a model."""
-    parameter_ids = {id(parameter) for parameter in module.parameters()}
-    nodes, visited = [loss.grad_fn], set()
+def reached(loss: Tensor) -> set[int] | None:
+    """Return the ids of the parameters on which a loss depends.
+
+    Returns:
+        None if a part of the graph is hidden: torch's checkpoint(use_reentrant=True) computes it
+        again in the backward pass.
+    """
+    nodes, visited, found = [loss.grad_fn], set(), set()
     while nodes:
         node = nodes.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
-        if id(getattr(node, "variable", None)) in parameter_ids:
-            return True
+        if node.name() == "CheckpointFunctionBackward":
+            return None
+        found.add(id(getattr(node, "variable", None)))
         nodes += [before for before, _ in node.next_functions]
-    return False
+    return found
 
 
 class _Buffers:

@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
 
-__all__ = ["Gradients", "broadcast", "combine_updates", "compression"]
+__all__ = ["HorovodGradients", "broadcast", "combine_updates", "compression"]
 
+_NEVER = 2**31
 _AVERAGED = (torch.float16, torch.float32, torch.float64)
 
 
-class Gradients:
+class HorovodGradients:
     """The averaging of a model's gradients, while the backward pass still computes others.
 
     DistributedOptimizer would replace the user's optimizer with a new object of another class:
@@ -28,7 +29,6 @@ class Gradients:
         hvd: `horovod.torch`.
         parameters: parameters of a model with their names, on their device.
         name: prefix that separates their tensors from those of another model.
-        accumulate: backward passes per step.
         options: options of the backend, by the names of DistributedOptimizer.
     """
 
@@ -37,7 +37,6 @@ class Gradients:
         hvd: ModuleType,
         parameters: Sequence[tuple[str, nn.Parameter]],
         name: str,
-        accumulate: int,
         options: Mapping[str, Any],
     ) -> None:
         trained = [(f"{name}.{n}", p) for n, p in parameters]
@@ -50,14 +49,12 @@ class Gradients:
                     "weights in fp32 and --precision bf16",
                     "--backend ddp",
                 )
-        self._accumulate = accumulate
         self._parameters = [parameter for _, parameter in trained]
         self._own = set(map(id, self._parameters))
         self._synchronizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self._parameters, lr=0.0),
             named_parameters=trained,
             compression=compression(hvd, options["compression"]),
-            backward_passes_per_step=accumulate,
             op={"average": hvd.Average, "sum": hvd.Sum}[options["op"]],
             gradient_predivide_factor=options["gradient_predivide_factor"],
             groups=options["groups"],
@@ -65,20 +62,27 @@ class Gradients:
         )
 
     def average(self) -> None:
-        """Wait until every gradient is averaged over all ranks.
+        """Wait until the gradients of the last backward passes are averaged over all ranks.
 
-        A model that had no part in the loss has no gradients on any rank. Horovod would average
-        zeros for it, and for parameters that were frozen since.
+        A model that had no part in them has sent none, on any rank. Horovod would average zeros for
+        it, and for parameters that were frozen since.
         """
-        if any(parameter.grad is not None for parameter in self._parameters):
+        if self._synchronizer._handles:
             self._synchronizer.synchronize()
             for parameter in self._parameters:
                 if not parameter.requires_grad:
                     parameter.grad = None
 
+    def send(self, wanted: bool) -> None:
+        """Let the hooks send gradients at the next backward pass, or hold them back.
+
+        They send after as many passes as `backward_passes_per_step`.
+        """
+        self._synchronizer.set_backward_passes_per_step(1 if wanted else _NEVER)
+
     def forget(self) -> None:
-        """Discard the micro-batches since the last average."""
-        self._synchronizer.set_backward_passes_per_step(self._accumulate)
+        """Drop the gradients that were held back."""
+        self._synchronizer._handles.clear()
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Check whether this object averages the gradient of a parameter."""

@@ -74,7 +74,8 @@ class Horovod(Backend):
         self._environment = Environment(os.environ)
         self._server = Server(rendezvous.listener) if rendezvous.listener is not None else None
         self._trained: list[Trained] = []
-        self._gradients: list[gradients.Gradients] = []
+        self._gradients: list[gradients.HorovodGradients] = []
+        self._sends = True  # whether backward passes send gradients
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
         self._reported = False  # whether the other ranks have the reason of the failure
@@ -226,26 +227,14 @@ class Horovod(Backend):
         own = self._settings.own
         if own["op"] != "adasum" and parameters:
             name = f"model{len(self._gradients)}"
-            self._gradients.append(
-                gradients.Gradients(self._hvd, parameters, name, self._settings.accumulate, own)
-            )
+            averager = gradients.HorovodGradients(self._hvd, parameters, name, own)
+            averager.send(self._sends)
+            self._gradients.append(averager)
 
-    def attach(self, loss: Tensor, first: bool) -> Tensor:
-        """Add hooks to parameters that were unfrozen.
-
-        Raises:
-            UsageError: parameters were frozen or unfrozen within a step.
-        """
+    def attach(self, loss: Tensor) -> Tensor:
+        """Add hooks to parameters that were unfrozen."""
         for trained in self._trained:
             if trained.changed():
-                if not first:
-                    raise UsageError(
-                        "HT318",
-                        "parameters were frozen or unfrozen between the micro-batches of a step, "
-                        "which Horovod's hooks count",
-                        "the same parameters to train in all micro-batches of a step",
-                        "set requires_grad where a step begins",
-                    )
                 # Parameters that were frozen for a while still have their hooks.
                 self._hook(
                     [
@@ -257,10 +246,14 @@ class Horovod(Backend):
         return loss
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
-        """Do nothing: Horovod's hooks count the micro-batches (backward_passes_per_step)."""
+        """Let the hooks of all models send gradients, or hold them back."""
+        del model
+        self._sends = wanted
+        for averager in self._gradients:
+            averager.send(wanted)
 
     def forget(self) -> None:
-        """Reset the count of the hooks."""
+        """Drop what the hooks hold back."""
         for averager in self._gradients:
             averager.forget()
 

@@ -1,0 +1,445 @@
+"""Gradients of a training: backward passes, clipping and optimizer steps.
+
+`session.step` does all of it in one call. A script may also call `session.backward`, and then the
+`step` and `zero_grad` of its prepared optimizers, which work as in plain torch.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.backends.base import Backend
+from hpctrain.errors import UsageError
+from hpctrain.process.phases import ACCUMULATING, BACKWARD, COMPUTING, UPDATING
+from hpctrain.training.context import Context
+from hpctrain.training.gradient_guard import GradientGuard
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Gradients of the prepared models, from the backward pass to the optimizer step.
+
+    A step has one or more micro-batches on each rank. Backward passes of all but the last one only
+    add gradients up; those of the last one also average them over the ranks. Until then, `step` and
+    `zero_grad` of an optimizer do nothing.
+
+    Args:
+        context: context of the training.
+
+    Attributes:
+        norm: norm of the gradients before they were last clipped, shape (); None without clipping.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._backend, self._precision = context.backend, context.precision
+        self._guard = GradientGuard()
+        self.norm: Tensor | None = None
+        self._clip_value, self._clip_norm = context.options.clip_value, context.options.clip_norm
+        # A step can take microseconds, so avoid a call of attach() that does nothing.
+        self._attaches = type(self._backend).attach is not Backend.attach
+        self._inside = False  # whether an optimizer's methods or torch's clipping are called here
+        self._passes = 0  # backward passes since the last step
+        self._passed = False  # whether this micro-batch had a backward pass
+        self._stepped: set[int] = set()  # ids of optimizers that stepped since the last pass
+        self._applied: set[int] = set()  # ids of optimizers that stepped in this micro-batch
+        self._unscaled: set[int] = set()  # ids of optimizers whose gradients have no loss scale
+        self._need_closure: set[int] = set()
+        self._closed = False
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last micro-batch of its step."""
+        return self._context.micro_batch + 1 >= self._context.batches.accumulate
+
+    def watch(self) -> None:
+        """Read the prepared models and optimizers again, after some were added."""
+        context = self._context
+        self._guard.watch(context.models, context.optimizers, self._precision)
+        self._choose_synchronization()
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Replace `step` and `zero_grad` of an optimizer, until `close`.
+
+        The object stays the same, so schedulers and other references keep working.
+        """
+        own_step, own_clear = optimizer.step, optimizer.zero_grad
+        closure = inspect.signature(own_step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            self._need_closure.add(id(optimizer))
+
+        @functools.wraps(own_step)
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self._inside or self._closed:
+                return own_step() if closure is None else own_step(closure)
+            if closure is not None:
+                return self._step_by_closure(own_step, closure)
+            return self._step_alone(optimizer)
+
+        @functools.wraps(own_clear)
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            if self._inside or self._closed or not set_to_none:
+                own_clear(set_to_none)
+            elif not self._accumulates(optimizer):
+                self._clear([optimizer])
+
+        # Bound methods, as torch's schedulers expect.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """Run the backward pass of a loss; see `Session.backward`."""
+        context = self._context
+        if not context.in_body and context.batches.accumulate > 1:
+            raise UsageError(
+                "HT605",
+                f"session.backward() outside of run.batches(), and {context.batches.accumulate} "
+                "micro-batches accumulate",
+                "a loop that tells where a micro-batch ends",
+                "for batch in run.batches(loader): … session.backward(loss)",
+                "session.step(loss)",
+                "--accumulate 1",
+            )
+        _refuse_other(loss)
+        context.events.backward()
+        self._pass(loss, keywords)
+        context.events.phase(COMPUTING)
+
+    def step(self, loss: Tensor, optimizers: Sequence[Optimizer]) -> bool:
+        """Do backward pass, update and clearing; see `Session.step`."""
+        context = self._context
+        prepared = context.optimizers
+        if optimizers or not prepared or self._need_closure:
+            self._refuse_optimizers(optimizers)
+        _refuse_other(loss)
+        context.events.backward()
+        if context.micro_batch == 0 and not self._passed:
+            self._guard.before(True)
+        self._pass(loss, {})
+        if not self.last:
+            if not context.in_body:
+                self.end_micro_batch(False)
+            return False
+        for optimizer in optimizers or prepared:
+            self._update(optimizer)
+        self.end_step()
+        # The loss of one model also leaves gradients in other models that it used.
+        self._clear(prepared)
+        context.events.stepped()  # the optimizer's hook has called this, except after an overflow
+        if not context.in_body:
+            self.end_micro_batch(True)
+        return True
+
+    def unscale(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remove the loss scale from the gradients of optimizers, once in a step."""
+        for optimizer in optimizers if self.last else ():
+            if id(optimizer) not in self._unscaled:
+                self._unscaled.add(id(optimizer))
+                self._precision.unscale(optimizer)
+
+    def clip(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        clip: Callable[[Sequence[Tensor]], Tensor | None],
+    ) -> Tensor | None:
+        """Call one of torch's functions for clipping on gradients without a loss scale.
+
+        Args:
+            parameters: parameters of prepared models.
+            clip: function of the tensors that the optimizers update.
+
+        Returns:
+            What the function returns; None between the micro-batches of a step.
+        """
+        if not self.last:
+            return None
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        masters = [self._precision.master(parameter) for parameter in given]
+        wanted = set(map(id, masters))
+        self._backend.sync_gradients()
+        self.unscale(
+            [
+                optimizer
+                for optimizer in self._context.optimizers
+                if any(id(p) in wanted for p in _parameters(optimizer))
+            ]
+        )
+        return self._clipped(masters, clip)
+
+    def before_clipping(self, finds_none: bool) -> None:
+        """Check a call of torch's own functions for clipping.
+
+        Args:
+            finds_none: whether there is no gradient to clip.
+
+        Raises:
+            UsageError: the gradients are applied already, or have the loss scale.
+        """
+        context = self._context
+        if self._inside or not context.in_body:
+            return
+        if finds_none and context.stepped:
+            raise UsageError(
+                "HT604",
+                "gradients are clipped after session.step(), which has applied and cleared them",
+                "that they are clipped before the update",
+                "remove clip_grad_norm_() or clip_grad_value_(); --clip-norm X or --clip-value X",
+                "session.backward(loss), session.clip_grad_norm_(…), optimizer.step()",
+            )
+        if self._precision.scaler is not None and self._passes and not self._unscaled:
+            raise UsageError(
+                "HT604",
+                f"gradients are clipped that have the loss scale of --precision "
+                f"{self._precision.name}",
+                "gradients without it",
+                "session.clip_grad_norm_(model.parameters(), X)",
+                "session.unscale_gradients() before",
+            )
+        if self.last:
+            self._backend.sync_gradients()  # after the script's own loss.backward()
+
+    def end_step(self) -> None:
+        """Update the loss scale and the average of the weights.
+
+        Several optimizers can use the gradients of one backward pass, with one loss scale. So this
+        is called before the next pass, or at the end of the micro-batch.
+        """
+        if self._stepped:
+            self._stepped.clear()
+            self._unscaled.clear()
+            self._precision.update()
+            if self._context.ema is not None:
+                self._context.ema.update()
+
+    def end_micro_batch(self, stepped: bool) -> None:
+        """Begin the next micro-batch.
+
+        Args:
+            stepped: whether this micro-batch was the last one of its step.
+        """
+        context = self._context
+        self.end_step()
+        following = 0 if stepped else context.micro_batch + self._passed
+        if stepped:
+            self._passes = 0
+        self._passed = False
+        self._applied.clear()
+        if following != context.micro_batch:
+            context.micro_batch = following
+            self._choose_synchronization()
+
+    def forget(self) -> int:
+        """Drop the gradients of an incomplete step, and return its number of micro-batches."""
+        context = self._context
+        dropped, context.micro_batch, self._passes = context.micro_batch, 0, 0
+        if dropped:
+            self._backend.forget()
+            self._clear(context.optimizers)
+            self._choose_synchronization()
+        return dropped
+
+    def close(self) -> None:
+        """Give the optimizers their own methods back."""
+        self._closed = True
+
+    def _pass(self, loss: Tensor, keywords: dict[str, Any]) -> None:
+        context = self._context
+        self.end_step()
+        if context.micro_batch and not self._passed:
+            self._guard.before(False)
+        last, accumulate = self.last, context.batches.accumulate
+        context.events.phase(BACKWARD if last else ACCUMULATING)
+        if self._attaches:
+            loss = self._backend.attach(loss)
+        if context.weight != 1.0:
+            loss = loss * context.weight
+        self._precision.backward(loss if accumulate == 1 else loss / accumulate, **keywords)
+        self._passes += 1
+        self._passed = True
+        if last:
+            context.events.phase(UPDATING)
+            self._backend.sync_gradients()
+        else:
+            self._guard.between()
+
+    def _update(self, optimizer: Optimizer) -> None:
+        """Clip as the options say, and take the optimizer step."""
+        if self._clip_value is not None or self._clip_norm is not None:
+            self.unscale([optimizer])
+            self._clipped(_parameters(optimizer), self._clip_by_options)
+        self._inside = True
+        try:
+            self._backend.update(optimizer, self._precision.step)
+        finally:
+            self._inside = False
+        self._stepped.add(id(optimizer))
+        self._applied.add(id(optimizer))
+
+    def _clip_by_options(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Clip each element first, then the norm of all parameters of an optimizer."""
+        if self._clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, self._clip_value)
+        if self._clip_norm is None:
+            return None
+        return nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+
+    def _clipped(
+        self, parameters: Sequence[Tensor], clip: Callable[[Sequence[Tensor]], Tensor | None]
+    ) -> Tensor | None:
+        self._inside = True
+        try:
+            norm = clip(parameters)
+        finally:
+            self._inside = False
+        if norm is not None:
+            self.norm = norm
+        return norm
+
+    def _clear(self, optimizers: Sequence[Optimizer]) -> None:
+        self._inside = True
+        try:
+            for optimizer in optimizers:
+                self._precision.clear(optimizer)
+        finally:
+            self._inside = False
+
+    def _accumulates(self, optimizer: Optimizer) -> bool:
+        """Check whether an optimizer has gradients of a step that is not complete."""
+        context = self._context
+        return (
+            context.batches.accumulate > 1
+            and (self._passed or context.micro_batch > 0)
+            and id(optimizer) not in self._applied
+        )
+
+    def _step_alone(self, optimizer: Optimizer) -> None:
+        """Take a step that the script has called, if the gradients are complete."""
+        if not self._passes:
+            self._refuse_plain_backward(optimizer)
+        if not self.last:
+            return
+        events = self._context.events
+        events.phase(UPDATING)
+        self._backend.sync_gradients()  # after the script's own loss.backward()
+        self._update(optimizer)
+        events.stepped()
+        events.phase(COMPUTING)
+
+    def _step_by_closure(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        """Take a step that calls the closure as often as it needs to.
+
+        The optimizer decides by the loss, so all ranks have to get the same one: its mean.
+        """
+        context = self._context
+        if self._precision.scaler is not None or context.batches.accumulate > 1:
+            raise UsageError(
+                "HT607",
+                "an optimizer's step with a closure, and a loss scale or micro-batches that "
+                "accumulate",
+                "true gradients of one batch after each call of the closure",
+                "--precision bf16 or fp32",
+                "--accumulate 1",
+            )
+
+        def mean_loss() -> Any:
+            loss = closure()
+            if not isinstance(loss, Tensor) or self._backend.world_size == 1:
+                return loss
+            return self._backend.sum(loss.detach().clone()) / self._backend.world_size
+
+        self._inside = True
+        try:
+            result = step(mean_loss)
+        finally:
+            self._inside = False
+        self._stepped.add(0)
+        return result
+
+    def _choose_synchronization(self) -> None:
+        """Let only the last micro-batch of a step average the gradients."""
+        if self._context.batches.accumulate > 1:
+            last = self.last
+            for model in self._context.models:
+                self._backend.synchronize(model, last)
+
+    def _refuse_plain_backward(self, optimizer: Optimizer) -> None:
+        """Refuse gradients of the script's own loss.backward() that would be wrong.
+
+        Raises:
+            UsageError: the loss needed a scale, a weight, or a part of it.
+        """
+        context = self._context
+        why = [
+            *(["a loss scale"] if self._precision.scaler is not None else []),
+            *(["micro-batches that accumulate"] if context.batches.accumulate > 1 else []),
+            *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
+        ]
+        if why and any(p.grad is not None for p in _parameters(optimizer)):
+            raise UsageError(
+                "HT604",
+                f"optimizer.step() after loss.backward(), with {' and '.join(why)}",
+                "a backward pass that takes this into account",
+                "session.backward(loss) in place of loss.backward()",
+            )
+
+    def _refuse_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that `session.step` cannot step."""
+        prepared, accumulate = self._context.optimizers, self._context.batches.accumulate
+        if not prepared or any(one not in prepared for one in optimizers):
+            raise UsageError(
+                "HT606",
+                "session.step() with an optimizer that was not prepared"
+                if optimizers
+                else "session.step(), and no optimizer was prepared",
+                "gradients that are averaged, applied and cleared",
+                "model, optimizer = session.prepare(model, optimizer)",
+            )
+        if optimizers and accumulate > 1:
+            raise UsageError(
+                "HT607",
+                f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
+                "session.step(loss), one loss for all optimizers",
+                "session.backward(loss), optimizer.step(), optimizer.zero_grad() for each one",
+                "--accumulate 1",
+            )
+        for optimizer in optimizers or prepared:
+            if id(optimizer) in self._need_closure:
+                raise UsageError(
+                    "HT607",
+                    f"session.step() with a {type(optimizer).__name__}, which calls a closure for "
+                    "the loss, several times",
+                    "an optimizer that needs the gradients of one backward pass",
+                    "optimizer.step(closure), with session.backward(loss) in the closure",
+                )
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_other(loss: Any) -> None:
+    """Refuse an object that is no loss.
+
+    Raises:
+        UsageError: it is no single number with a gradient.
+    """
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        return
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        found = f"a loss of shape {tuple(loss.shape)}"
+    else:
+        found = "a loss without a gradient (made under torch.no_grad(), or detached)"
+    raise UsageError(
+        "HT608",
+        f"a backward pass of {found}",
+        "the mean loss of a micro-batch: a tensor of one number that has a gradient",
+        "session.step(loss.mean()) or session.backward(loss.mean())",
+    )
