@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -65,6 +66,8 @@ class Session:
     """
 
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
+        self._undo = ExitStack()  # restores what a session changes in its process
+        hook = sys.excepthook
         shared_errors.report_uncaught()
         self.options = Options.of(namespace, keywords)
         start = launchers.survey()
@@ -73,7 +76,6 @@ class Session:
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self._exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
         self._closed = False
-        self._undo = ExitStack()  # restores what a session changes in its process
         self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
         if self._exit_status_file:
             # An earlier session of this process may have left a file; it is out of date now.
@@ -86,6 +88,7 @@ class Session:
                 failure_record.note_failure(start.world.rank or 0, error, os.environ)
                 self._write_exit_status(error.exit_code, error.found)
             raise
+        self._hooks = hook, sys.excepthook  # torch.distributed has set its own, too
         failure_record.note_session(self.world.rank, os.environ)
 
     def _open(self, start: launchers.Start, namespace: argparse.Namespace | None) -> None:
@@ -113,6 +116,7 @@ class Session:
         self._gradients = Gradients(context)
         self._undo.callback(self._gradients.close)
         # Same seed on all ranks, so that they create the same weights and split the data alike.
+        self._undo.callback(random_states.put_back, random_states.capture(self.device), self.device)
         torch.manual_seed(options.seed)
         random_states.seed(options.seed, self.device, options.seed_everything)
         world = self.world
@@ -453,6 +457,9 @@ class Session:
         finally:
             self.backend.close(None if together else reason)
             self._undo.close()
+            # After a failure, the hook still has to report the error.
+            if code == exit_codes.DONE and sys.excepthook is self._hooks[1]:
+                sys.excepthook = self._hooks[0]
 
     def _write_exit_status(self, code: int, reason: str) -> None:
         if self._exit_status_file:

@@ -59,6 +59,9 @@ class Run:
         step: number of optimizer steps done; current when `session.step` or `optimizer.step`
             returns.
         epoch: index of the current epoch, from 0.
+        finished: whether the run was finished before this start. Then models and optimizers have
+            the state of its end, `epochs`, `batches`, `log` and `save` do nothing, and the script
+            goes on behind the loop.
     """
 
     directory: RunDirectory
@@ -74,6 +77,7 @@ class Run:
         self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
         self.step = 0
         self.epoch = 0
+        self.finished = False
         self._epoch_step = 0  # steps done in this epoch
         self._batches = 0  # micro-batches done in this epoch
         self._random: dict[str, Any] | None = None  # saved state, until training continues
@@ -109,12 +113,8 @@ class Run:
         self._journal = journal = RunJournal(context, self._name)
         self.directory = journal.directory
         if journal.finished:
-            logger.info(
-                "%s is finished, so this start ends here, before what the script does next; a "
-                "larger --epochs or --max-steps goes on with it, and --run-dir DIR begins another",
-                self.directory.path,
-            )
-            raise SystemExit(exit_codes.DONE)
+            self._open_finished()
+            return
         context.preemption.begin(self.directory)
         self._watchdog = watchdog = Watchdog(
             context.world,
@@ -149,6 +149,19 @@ class Run:
         self._events.evaluated = monitor.evaluated
         self._events.backward, self._events.stepped = self._begin_backward, self._count_step
         watch_clipping(self._gradients.before_clipping, self._undo)
+
+    def _open_finished(self) -> None:
+        """Load the state at the end of a finished run, for what the script does behind its loop."""
+        self.finished = True
+        restored = restore(self._context, self.directory, self._state)
+        if restored is not None:
+            self.step, self.epoch = restored.position.step, restored.position.epoch
+        logger.info(
+            "%s is finished at step %d: its loop is left out; a larger --epochs or --max-steps goes "
+            "on with it, and --run-dir DIR begins another",
+            self.directory.path,
+            self.step,
+        )
 
     def _find_schedulers(self) -> None:
         """Add the schedulers of the prepared optimizers to the checkpoints.
@@ -192,6 +205,8 @@ class Run:
                 limit and an epoch has no batch.
             Stopped: the run received a stop request.
         """
+        if self.finished:
+            return
         options = self._context.options
         self._epochs = options.epochs or (None if options.max_steps else default)
         if self._epochs is None and options.max_steps is None:
@@ -205,7 +220,8 @@ class Run:
         if not self._batches:
             self._put_back_random()
         while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
-            before, self._cut_short, self._begun = self.step, False, False
+            before, batches = self.step, self._batches
+            self._cut_short = self._begun = False
             yield self.epoch
             self._settle()
             if self.step == before and self._epochs is None and not self._batches:
@@ -215,10 +231,11 @@ class Run:
                     "never reached",
                     "run.batches(loader) over a loader with samples",
                 )
-            if self.step == before and self._batches and self._context.optimizers:
+            seen = self._batches - batches
+            if self.step == before and seen and self._context.optimizers:
                 raise UsageError(
                     "HT605",
-                    f"{self._batches} batches of epoch {self.epoch}, and no optimizer step",
+                    f"{seen} batches of epoch {self.epoch}, and no optimizer step",
                     "steps of a prepared optimizer, by which the run counts",
                     "session.step(loss)",
                     "session.backward(loss), then optimizer.step() of an optimizer that was given "
@@ -243,6 +260,8 @@ class Run:
             UsageError: second call in this epoch, or another rank has different data.
             Stopped: the run received a stop request.
         """
+        if self.finished:
+            return
         self._settle()
         if self._begun:
             raise UsageError(
@@ -523,6 +542,8 @@ class Run:
         Raises:
             UsageError: a value is neither.
         """
+        if self.finished:
+            return
         if not self._context.in_body:
             self._settle()
             self._metrics.write(self.step, self.epoch, values)
@@ -539,6 +560,8 @@ class Run:
             UsageError: a step is under way, so weights and position would not match.
             NonFiniteError: the weights are no longer finite; the earlier checkpoints are kept.
         """
+        if self.finished:
+            return
         if self._context.in_body and self._in_hand and not self._context.stepped:
             raise UsageError(
                 "HT605",
@@ -611,7 +634,10 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if code_of(error) == exit_codes.DONE:
+            if self._stop is not None and code_of(error) == exit_codes.DONE:
+                # The script has caught the exception that ends it, as `except BaseException` does.
+                self._stop_here()
+            if code_of(error) == exit_codes.DONE and not self.finished:
                 self._finish()
         except BaseException as late:
             self._close(late)
