@@ -157,8 +157,8 @@ class Run:
         if restored is not None:
             self.step, self.epoch = restored.position.step, restored.position.epoch
         logger.info(
-            "%s is finished at step %d: its loop is left out; a larger --epochs or --max-steps goes "
-            "on with it, and --run-dir DIR begins another",
+            "%s is finished at step %d, so its loop is left out; a larger --epochs or --max-steps "
+            "goes on with it, and --run-dir DIR begins another",
             self.directory.path,
             self.step,
         )
