@@ -151,6 +151,18 @@ class Backend(ABC):
         """Sum a tensor over the ranks, in place."""
 
     @abstractmethod
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the maximum of each element over the ranks, in place; the tensor has no NaN."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks in a new one, of shape (world_size, *shape).
+
+        Args:
+            tensor: contiguous tensor on the device, of type uint8 and the same shape on all ranks.
+        """
+
+    @abstractmethod
     def sum_async(self, numbers: Sequence[Any]) -> Work:
         """Begin to sum each of some numbers over the ranks, in float64.
 
@@ -159,8 +171,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def broadcast_object(self, thing: T) -> T:
-        """Return rank 0's object (picklable) on every rank."""
+    def broadcast_object(self, thing: T, source: int = 0) -> T:
+        """Return the object (picklable) of one rank on every rank."""
 
     @abstractmethod
     def gather_object(self, thing: T) -> list[T]:
@@ -174,8 +186,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors of rank 0 to every rank, in place."""
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Copy the tensors of one rank to every rank, in place."""
 
     def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
         """Send a tensor from one rank to another, in place; called by these two ranks only.

@@ -38,11 +38,19 @@ class Single(Backend):
         """Return the tensor, which is its own sum."""
         return tensor
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, which is its own maximum."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with one more dimension."""
+        return tensor[None]
+
     def sum_async(self, numbers: Sequence[Any]) -> Work:
         """Return the numbers, which are their own sums; on a CPU no tensor is needed."""
         return Work(numbers if self.device.type == "cpu" else vector(numbers, self.device))
 
-    def broadcast_object(self, thing: T) -> T:
+    def broadcast_object(self, thing: T, source: int = 0) -> T:
         """Return the object itself."""
         return thing
 
@@ -54,7 +62,7 @@ class Single(Backend):
         """Return a list of the text."""
         return [text]
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Do nothing."""
 
     def send_recv(self, tensor: Tensor, source: int, target: int) -> None:

@@ -246,15 +246,26 @@ class DDP(Backend):
         dist.all_reduce(tensor)
         return tensor
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the maximum with an all-reduce."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather into views of one tensor."""
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather(list(gathered), tensor)
+        return gathered
+
     def sum_async(self, numbers: Sequence[Any]) -> Work:
         """Begin an all-reduce, without waiting for it."""
         tensor = vector(numbers, self.device)
         return Work(tensor, dist.all_reduce(tensor, async_op=True))
 
-    def broadcast_object(self, thing: T) -> T:
-        """Broadcast rank 0's object."""
+    def broadcast_object(self, thing: T, source: int = 0) -> T:
+        """Broadcast the object of one rank."""
         box = [thing]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=source, device=self.device)
         return box[0]
 
     def gather_object(self, thing: T) -> list[T]:
@@ -272,9 +283,10 @@ class DDP(Backend):
             self._store, self._exchanges, self.rank, self.world_size, text
         )
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcast all tensors at the same time."""
-        works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
+        sent = [t.detach() for t in tensors if t.numel()]
+        works = [dist.broadcast(t, src=source, async_op=True) for t in sent]
         for work in works:
             if work is not None:
                 work.wait()

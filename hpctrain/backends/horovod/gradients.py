@@ -163,15 +163,16 @@ def combine_updates(
             parameter.copy_(old + update)
 
 
-def broadcast(hvd: ModuleType, tensors: Sequence[Tensor]) -> None:
-    """Copy the tensors of rank 0 to every rank, in place, whatever their layout and type."""
+def broadcast(hvd: ModuleType, tensors: Sequence[Tensor], source: int) -> None:
+    """Copy the tensors of one rank to every rank, in place, whatever their layout and type."""
     sent = []
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             own = tensor.detach().contiguous()
             # As bytes: Horovod supports neither bool nor bfloat16 nor complex numbers.
             data = own.reshape(-1).view(torch.uint8)
-            sent.append((tensor.detach(), own, hvd.broadcast_async_(data, 0, f"tensor.{number}")))
+            handle = hvd.broadcast_async_(data, source, f"tensor.{number}")
+            sent.append((tensor.detach(), own, handle))
     for tensor, own, handle in sent:
         hvd.synchronize(handle)
         if own.data_ptr() != tensor.data_ptr():

@@ -277,6 +277,18 @@ class Horovod(Backend):
             self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the maximum with an all-reduce."""
+        with self._stall_timer("a maximum"):
+            self._hvd.allreduce_(tensor, name="max", op=self._hvd.Max)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather along a new dimension."""
+        with self._stall_timer("tensors of all ranks"):
+            gathered: Tensor = self._hvd.allgather(tensor[None], name="all_gather")
+        return gathered
+
     def sum_async(self, numbers: Sequence[Any]) -> Work:
         """Begin an all-reduce without waiting for it; on a GPU, wait until Horovod is done."""
         tensor = vector(numbers, self.device)
@@ -286,11 +298,11 @@ class Horovod(Backend):
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
         return Work(tensor, _Work(self._hvd, handle, self._stall_timer))
 
-    def broadcast_object(self, thing: T) -> T:
-        """Broadcast rank 0's object."""
+    def broadcast_object(self, thing: T, source: int = 0) -> T:
+        """Broadcast the object of one rank."""
         # Without a name Horovod uses that of the object's class, which may differ by rank.
-        with self._stall_timer("an object of rank 0"):
-            shared: T = self._hvd.broadcast_object(thing, 0, name="share")
+        with self._stall_timer(f"an object of rank {source}"):
+            shared: T = self._hvd.broadcast_object(thing, source, name="share")
         return shared
 
     def gather_object(self, thing: T) -> list[T]:
@@ -304,10 +316,10 @@ class Horovod(Backend):
         with self._stall_timer("the other ranks"):
             return list(self._hvd.allgather_object(text, name="text"))
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcast all tensors at the same time, as bytes."""
-        with self._stall_timer("weights or buffers of rank 0"):
-            gradients.broadcast(self._hvd, tensors)
+        with self._stall_timer(f"weights or buffers of rank {source}"):
+            gradients.broadcast(self._hvd, tensors, source)
 
     def barrier(self) -> None:
         """Wait at Horovod's barrier."""
