@@ -2,16 +2,26 @@
 
 import hashlib
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hpctrain.backends.base import Backend, Work
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import HpctrainError, UsageError, repeated
 
-__all__ = ["Consensus", "meet", "on_rank_zero"]
+__all__ = [
+    "Answer",
+    "Consensus",
+    "ask",
+    "meet",
+    "on_rank_zero",
+    "picklable",
+    "refuse_unlike_answers",
+]
 
 T = TypeVar("T")
 
@@ -110,9 +120,43 @@ def meet(backend: Backend, doing: str) -> None:
         UsageError: the ranks do not do the same.
     """
     if backend.world_size > 1:
-        answers = [one.split("\t") for one in backend.all_gather_text(f"{doing}\t{_place()}")]
-        if any(one[0] != answers[0][0] for one in answers):
-            _refuse_unlike([f"{doing} ({place})" for doing, place in answers])
+        refuse_unlike_answers(ask(backend, doing))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank does before an exchange.
+
+    Attributes:
+        doing: description, the same on all ranks that do the same.
+        place: line of the script.
+        note: more text for the other ranks, which may differ.
+    """
+
+    doing: str
+    place: str
+    note: str
+
+
+def ask(backend: Backend, doing: str, note: str = "") -> list[Answer]:
+    """Wait for all ranks, and return what each of them does, in the order of ranks.
+
+    Args:
+        backend: backend of the exchange.
+        doing, note: as for `Answer`, of this rank.
+    """
+    texts = backend.all_gather_text(f"{doing}\t{_place()}\t{note}")
+    return [Answer(*text.split("\t")) for text in texts]
+
+
+def refuse_unlike_answers(answers: Sequence[Answer]) -> None:
+    """Raise the error of `meet`, if the ranks do not do the same.
+
+    Args:
+        answers: result of `ask`.
+    """
+    if any(one.doing != answers[0].doing for one in answers):
+        _refuse_unlike([f"{one.doing} ({one.place})" for one in answers])
 
 
 def compare(backend: Backend, doing: str) -> None:
@@ -160,23 +204,39 @@ def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
         backend: backend that sends the result to all ranks.
         act: function called on rank 0; its result is picklable.
 
-    Raises:
-        HpctrainError: error of rank 0; complete on rank 0, a short repetition on the others.
+    The error of rank 0 is raised on all ranks. An `HpctrainError` is complete on rank 0, and a
+    short repetition on the others.
     """
     result: Any = None
-    error: HpctrainError | None = None
+    error: BaseException | None = None
     if backend.rank == 0:
         try:
             result = act()
-        except HpctrainError as caught:
+        except (Exception, SystemExit) as caught:
             error = caught
-    sent: tuple[str, ...] | None = None
-    if error is not None:
-        sent = (type(error).__name__, *error.args)
-    sent, result = backend.broadcast_object((sent, result))
+    sent, result = backend.broadcast_object((picklable(error, 0), result))
     if error is not None:
         raise error
     if sent is not None:
-        raise repeated(*sent)
+        raise sent
     shared: T = result
     return shared
+
+
+def picklable(error: BaseException | None, rank: int) -> BaseException | None:
+    """Return a copy of an error for the other ranks to raise; they print it as a repetition.
+
+    Args:
+        error: error of this rank, or None.
+        rank: number of this rank.
+    """
+    if error is None:
+        return None
+    if isinstance(error, HpctrainError):
+        return repeated(type(error).__name__, *error.args)
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))  # noqa: S301, as it is our own
+    except Exception:  # a class of exceptions may be anything
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"This is the error of rank {rank}, whose traceback has its place.")
+    return copy
