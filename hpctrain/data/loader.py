@@ -72,17 +72,17 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        evaluates = isinstance(self.sampler, EvaluationSampler)
-        if evaluates:
+        sampler = self.sampler
+        if isinstance(sampler, EvaluationSampler):
             self._events.evaluation()
         epoch = getattr(self.sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
         with signals.blocked():
             loaded = iter(self._loader)
         batches = feed(loaded, self._placement, self._on_device)
-        if isinstance(self.sampler, TrainingSampler) and self.sampler.uneven:
-            return self._weighed(self.sampler, batches)
-        return self._evaluated(batches) if evaluates else batches
+        if isinstance(sampler, EvaluationSampler):
+            return self._evaluated(sampler, batches)
+        return self._weighed(sampler, batches) if sampler.uneven else batches
 
     def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches; report the weight of each batch first."""
@@ -93,13 +93,15 @@ class Loader:
         finally:
             self._events.weight(1.0)
 
-    def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; report the phase before each batch is fetched."""
+    def _evaluated(self, sampler: EvaluationSampler, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches; report the phase before each batch is fetched, and an uneven end."""
         self._events.phase(EVALUATING)
         for number, batch in enumerate(batches):
             self._events.evaluated(number, len(self))
             yield batch
             self._events.phase(EVALUATING)
+        if sampler.uneven:
+            self._events.exhausted(sampler.idle)
 
 
 def check_arguments(

@@ -110,11 +110,18 @@ class EvaluationSampler(Sampler[list[int]]):
         length: number of samples.
         batch_size: batch size of one rank.
         world: this rank and the world size.
+
+    Attributes:
+        uneven: whether ranks have different numbers of batches.
+        idle: whether a rank has no batch, and another one has.
     """
 
     def __init__(self, length: int, batch_size: int, world: World) -> None:
         self.length = length
         self.batch_size = batch_size
+        batches = -(-length // batch_size)
+        self.uneven = batches % world.world_size > 0
+        self.idle = 0 < batches < world.world_size
         self._starts = range(world.rank * batch_size, length, batch_size * world.world_size)
 
     def __len__(self) -> int:

@@ -990,6 +990,16 @@ CODES: dict[str, Code] = {
         ("The run directory is not on a file system that all hosts share.",),
         "Put the run directory on a shared file system, with --run-dir.",
     ),
+    "HT631": Code(
+        "A collective of the session, such as session.all_reduce(), got a wrong argument.",
+        (
+            "A number, a text or a list was given, and no tensor.",
+            "A mean of whole numbers, or a maximum of complex numbers.",
+            "The rank that is the source does not exist.",
+        ),
+        "Give a tensor, and convert it first where the message says so. session.sum() sums "
+        "numbers, and session.gather_object() takes any object.",
+    ),
     "HT651": Code(
         "A Python package that draws or records metrics cannot be imported.",
         (

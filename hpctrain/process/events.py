@@ -28,6 +28,8 @@ class Events:
             the session.
         evaluated: called by a loader with the number of a batch of an evaluation, from 0, and the
             number of batches, before the batch is used; set by the run.
+        exhausted: called by a loader after the last batch of an evaluation in which ranks have
+            different numbers of batches, with whether a rank has none; set by the session.
         exchange: called before an exchange that belongs to an evaluation, with a text that is the
             same on all ranks; set by the session.
         backward: called by the session before each backward pass; set by the run.
@@ -40,6 +42,7 @@ class Events:
     weight: Callable[[float], None] = _nothing
     evaluation: Callable[[], None] = _nothing
     evaluated: Callable[[int, int], None] = _nothing
+    exhausted: Callable[[bool], None] = _nothing
     exchange: Callable[[str], None] = _nothing
     backward: Callable[[], None] = _nothing
     stepped: Callable[[], None] = _nothing

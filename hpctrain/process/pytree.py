@@ -10,28 +10,31 @@ from torch import Tensor
 __all__ = ["map_tensors"]
 
 
-def map_tensors(function: Callable[[Tensor], Any], things: Any) -> Any:
+def map_tensors(
+    function: Callable[[Tensor], Any], things: Any, other: Callable[[Any], Any] | None = None
+) -> Any:
     """Return a copy of a nested structure with each tensor replaced.
 
     The structure may contain tuples (also named tuples), lists, dicts and dataclasses.
 
     Args:
         function: returns the replacement of a tensor.
-        things: structure; other values in it do not change.
+        things: structure.
+        other: returns the replacement of any other value (default: they do not change).
     """
     if isinstance(things, Tensor):
         return function(things)
     if isinstance(things, dict):
         new = copy.copy(things)  # keeps the class, whose constructor may be special
         for key, value in things.items():
-            new[key] = map_tensors(function, value)
+            new[key] = map_tensors(function, value, other)
         return new
     if dataclasses.is_dataclass(things) and not isinstance(things, type):
         fields = [field.name for field in dataclasses.fields(things) if field.init]
-        changed = {name: map_tensors(function, getattr(things, name)) for name in fields}
+        changed = {name: map_tensors(function, getattr(things, name), other) for name in fields}
         return dataclasses.replace(things, **changed)
     if isinstance(things, tuple) and hasattr(things, "_fields"):
-        return type(things)(*(map_tensors(function, value) for value in things))
+        return type(things)(*(map_tensors(function, value, other) for value in things))
     if isinstance(things, (list, tuple)):
-        return type(things)(map_tensors(function, value) for value in things)
-    return things
+        return type(things)(map_tensors(function, value, other) for value in things)
+    return things if other is None else other(things)

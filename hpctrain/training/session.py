@@ -26,6 +26,7 @@ from hpctrain.process.phases import EVALUATING, IDLE, WAITING
 from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
+from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradients import Gradients
 from hpctrain.training.preemption import Preemption, Stopped
@@ -35,7 +36,7 @@ from hpctrain.training.training_run import Run
 __all__ = ["Session"]
 
 
-class Session:
+class Session(Collectives):
     """One rank of a distributed training, from start-up to the end of the process group.
 
     A session reads rank and world size from the launcher's variables, runs the rendezvous with the
@@ -68,6 +69,7 @@ class Session:
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
         self._undo = ExitStack()  # restores what a session changes in its process
         hook = sys.excepthook
+        super().__init__()
         shared_errors.report_uncaught()
         self.options = Options.of(namespace, keywords)
         start = launchers.survey()
@@ -109,7 +111,7 @@ class Session:
         self.placement = context.placement
         self._events = context.events
         self._events.weight, self._events.exchange = self._weigh, self._meet
-        self._events.evaluation = self._align
+        self._events.evaluation, self._events.exhausted = self._align, self._take_part
         if namespace is not None and getattr(namespace, "batch_size", 0) is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
             namespace.batch_size = self.batches.batch_size
@@ -419,6 +421,7 @@ class Session:
         self._events.phase(EVALUATING)
 
     def _align(self) -> None:
+        self._gathered = False
         self._meet("the beginning of an evaluation")
         for model in self._context.models:
             self.backend.broadcast(list(model.buffers()))

@@ -1,0 +1,449 @@
+"""Collectives of a session: tensors and objects of all ranks, and what one rank does first."""
+
+import json
+import math
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from hpctrain.backends.base import Backend
+from hpctrain.cluster.world import World
+from hpctrain.errors import UsageError
+from hpctrain.process.events import Events
+from hpctrain.process.phases import EVALUATING, IDLE, WAITING
+from hpctrain.process.pytree import map_tensors
+from hpctrain.training.consensus import (
+    ask,
+    meet,
+    on_rank_zero,
+    picklable,
+    refuse_unlike_answers,
+)
+
+__all__ = ["Collectives"]
+
+T = TypeVar("T")
+
+_OPS = ("sum", "mean", "max", "min")
+_GATHER, _NO_BATCH = "session.gather_for_metrics() of ", "no batch left in an evaluation"
+_HEADER_BYTES = 16  # two int64
+
+
+class Collectives:
+    """Collectives of a session: all ranks make the same calls in the same order.
+
+    They work over every backend, with tensors on the CPU or the device of the rank, and also in one
+    process.
+
+    Attributes:
+        backend: backend for the communication between ranks.
+        world: rank, world size and hosts of this process.
+    """
+
+    backend: Backend
+    world: World
+    _events: Events
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()  # calls on which the ranks have agreed
+        self._gathered = False  # whether gather_for_metrics was called in this evaluation
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce each element of a tensor over all ranks.
+
+        Half precision is summed in float32. The ranks compare type and shape when they are new; a
+        later call costs one exchange.
+
+        Args:
+            tensor: tensor of the same type and shape on all ranks; it does not change.
+            op: "sum", "mean", "max" or "min". NaN on any rank gives NaN.
+
+        Returns:
+            A new tensor on the device of the given one, without a gradient. It has the same type,
+            but sums of whole numbers and of booleans are int64, as in `torch.sum`.
+
+        Raises:
+            UsageError: another op, no tensor, a mean of whole numbers, or a maximum of complex
+                ones; or other ranks do something else.
+        """
+        call = f"session.all_reduce(…, {op!r})"
+        _check_tensor(call, tensor)
+        if op not in _OPS:
+            raise UsageError("HT631", call, f"one of {', '.join(_OPS)}", "session.all_reduce(x)")
+        number = tensor.is_floating_point() or tensor.is_complex()
+        if (op == "mean" and not number) or (op in ("max", "min") and tensor.is_complex()):
+            raise UsageError(
+                "HT631",
+                f"{call} of {tensor.dtype}",
+                "a mean of floating-point numbers, or a maximum or minimum of real ones",
+                f"session.all_reduce(x.float(), {op!r})" if op == "mean" else "x.abs()",
+            )
+        self._agree(f"{call} of {_described(tensor)}")
+        return _reduced(self.backend, tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate the tensors of all ranks along their first dimension, with gradients.
+
+        In the backward pass, the gradient of each row is summed over the ranks and goes to the rank
+        of the row. So the loss of every rank depends on the result, or that of none. `session.step`
+        averages the ranks. The weights get the gradient of one process that has all rows, without
+        another factor, if the mean of the losses of the ranks is the loss of that process: each
+        rank computes the mean loss of its own rows (as many on all ranks), or each the loss of all.
+
+        Args:
+            tensor: tensor of shape (N, …); N may differ between ranks, and may be 0. A tensor of
+                shape () counts as one row.
+
+        Returns:
+            A new tensor of shape (sum of N, …), in the order of ranks, on the device of the given
+            one.
+
+        Raises:
+            UsageError: no tensor, or the ranks have other types, shapes or needs of a gradient.
+        """
+        _check_tensor("session.all_gather()", tensor)
+        tensor = _rows(tensor)
+        gradient = " with a gradient" if tensor.requires_grad and torch.is_grad_enabled() else ""
+        call = f"session.all_gather() of {_described_rows(tensor)}{gradient}"
+        self._agree(call)
+        header = torch.tensor([len(tensor), zlib.crc32(call.encode())])
+        headers = _exchange(
+            self.backend, _as_bytes(header), [_HEADER_BYTES] * self.world.world_size
+        )
+        lengths, calls = torch.stack(headers).view(torch.int64).T.tolist()
+        if len(set(calls)) > 1:
+            self._wait(call)
+        gathered: Tensor = _AllGather.apply(tensor, self.backend, lengths)
+        return gathered
+
+    def gather_for_metrics(self, things: Any) -> Any:
+        """Concatenate the samples of all ranks, for a metric that needs them all.
+
+        In a loop over `session.loader(dataset, train=False)` the samples come in the order of the
+        data set, each one once. A rank without a batch in the last round takes part with no sample;
+        it does not get the samples of that round. Rank 0 gets all.
+
+        Args:
+            things: tensors of shape (samples, …) in tuples, lists, dicts and dataclasses, with the
+                same types and shapes on all ranks, except for the number of samples. A tensor of
+                shape () counts as one sample. None stays None.
+
+        Returns:
+            The same structure with new tensors, without gradients, each on its device.
+
+        Raises:
+            UsageError: the structure holds something else, or other ranks do something else.
+        """
+        tensors: list[Tensor] = []
+
+        def described(tensor: Tensor) -> _Text:
+            tensors.append(_rows(tensor.detach()))
+            return _Text(_described_rows(tensors[-1]))
+
+        call = f"{_GATHER}{map_tensors(described, things, _refuse_value)}"
+        sent = [_as_bytes(tensor).to(self.backend.device) for tensor in tensors]
+        self._gathered = True
+        self._events.phase(WAITING)
+        answers = ask(self.backend, call, json.dumps([len(one) for one in sent]))
+        if {one.doing for one in answers} - {call, _NO_BATCH}:
+            refuse_unlike_answers(answers)
+        sizes = [json.loads(one.note) for one in answers]
+        own = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)
+        gathered = _exchange(self.backend, own, [sum(those) for those in sizes])
+        self._events.phase(EVALUATING)
+        parts = [
+            torch.split(one, those) for one, those in zip(gathered, sizes, strict=True) if those
+        ]
+        columns = zip(tensors, *parts, strict=True)
+        joined = iter([_joined(column, tensor) for tensor, *column in columns])
+        return map_tensors(lambda _: next(joined), things)
+
+    def _take_part(self, idle: bool) -> None:
+        """Take part in `gather_for_metrics` of ranks that still have a batch in an evaluation.
+
+        Args:
+            idle: whether a rank has no batch at all. It cannot know whether the others gather.
+        """
+        doings = {_NO_BATCH} if self._gathered or idle else set()
+        while doings:
+            self._events.phase(WAITING)
+            answers = ask(self.backend, _NO_BATCH, "[]")
+            doings = {one.doing for one in answers} - {_NO_BATCH}
+            if len(doings) > 1 or not all(one.startswith(_GATHER) for one in doings):
+                refuse_unlike_answers(answers)
+            if doings:
+                counts = [sum(json.loads(one.note)) for one in answers]
+                _exchange(self.backend, torch.empty(0, dtype=torch.uint8), counts)
+        self._events.phase(EVALUATING)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Return a copy of one rank's tensor on every rank.
+
+        Args:
+            tensor: tensor of the same type and shape on all ranks; it does not change.
+            source: rank whose values are sent.
+
+        Returns:
+            A new tensor on the device of the given one, without a gradient.
+
+        Raises:
+            UsageError: no tensor, no such rank, or other ranks do something else.
+        """
+        _check_tensor("session.broadcast()", tensor)
+        self._check_source("broadcast", source)
+        self._wait(f"session.broadcast() of {_described(tensor)} from rank {source}")
+        sent = _as_bytes(tensor.detach()).to(self.backend.device, copy=True)
+        self.backend.broadcast([sent], source)
+        return sent.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+    def broadcast_object(self, thing: T, source: int = 0) -> T:
+        """Return one rank's object on every rank.
+
+        Args:
+            thing: object that can be pickled; those of other ranks are ignored.
+            source: rank whose object is sent.
+
+        Raises:
+            UsageError: no such rank, or other ranks do something else.
+        """
+        self._check_source("broadcast_object", source)
+        self._wait(f"session.broadcast_object() from rank {source}")
+        return self.backend.broadcast_object(thing, source)
+
+    def gather_object(self, thing: T) -> list[T]:
+        """Return the objects of all ranks, in the order of ranks, on every rank.
+
+        Args:
+            thing: object that can be pickled.
+
+        Raises:
+            UsageError: other ranks do something else.
+        """
+        self._wait("session.gather_object()")
+        return self.backend.broadcast_object(self.backend.gather_object(thing))
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this; it does not wait for the work of a GPU.
+
+        Raises:
+            UsageError: other ranks do something else.
+        """
+        self._wait("session.barrier()")
+
+    def print(self, *things: Any, **options: Any) -> None:
+        """Print on rank 0 only; the other ranks need not call it.
+
+        Args:
+            things, options: as for Python's `print`.
+        """
+        if self.backend.rank == 0:
+            print(*things, **options)  # noqa: T201
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0, and return its result on every rank.
+
+        The other ranks wait, up to `--timeout` seconds. An error on rank 0 is raised on all ranks.
+
+        Args:
+            function: called on rank 0, without arguments; it calls no collective. Its result can be
+                pickled.
+
+        Raises:
+            UsageError: other ranks do something else.
+        """
+        self._wait("session.on_main()")
+        if self.world.world_size == 1:
+            return function()
+        own: list[T] = []
+
+        def act() -> bytes:
+            own.append(function())
+            return pickle.dumps(own[0])  # here, so that all ranks get the error if it fails
+
+        sent = on_rank_zero(self.backend, act)
+        result: T = own[0] if own else pickle.loads(sent)  # noqa: S301, as rank 0 has sent it
+        return result
+
+    @contextmanager
+    def local_main_first(self) -> Iterator[None]:
+        """Run a block first on local rank 0 of each host, and then on the other ranks.
+
+        Example: a download to the disk of the host, which the other ranks find complete. The other
+        ranks wait, up to `--timeout` seconds. An error in the block of a local rank 0 is raised on
+        all ranks.
+
+        Raises:
+            UsageError: other ranks do something else.
+        """
+        if self.world.local_rank:
+            self._end_local_mains(None)
+            yield
+            return
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self._end_local_mains(error)
+            raise
+        self._end_local_mains(None)
+
+    def _end_local_mains(self, error: BaseException | None) -> None:
+        """Wait for local rank 0 of each host; raise the error of one, unless this rank has one."""
+        self._wait("session.local_main_first()")
+        errors = self.backend.gather_object(picklable(error, self.backend.rank))
+        failed = self.backend.broadcast_object(
+            next((one for one in errors if one is not None), None)
+        )
+        if failed is not None and error is None:
+            raise failed
+
+    def _wait(self, call: str) -> None:
+        """Wait for all ranks before an exchange, and check that they make the same call."""
+        self._events.phase(WAITING)
+        meet(self.backend, call)
+        self._events.phase(IDLE)
+
+    def _agree(self, call: str) -> None:
+        """Check that all ranks make the same call when it is new, as a check takes time."""
+        if call not in self._known:
+            self._wait(call)
+            self._known.add(call)
+
+    def _check_source(self, name: str, source: int) -> None:
+        if source not in range(self.world.world_size):
+            raise UsageError(
+                "HT631",
+                f"session.{name}(…, source={source}) in a world of {self.world.world_size} ranks",
+                f"a rank from 0 to {self.world.world_size - 1}",
+                f"session.{name}(…) from rank 0",
+            )
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks; the gradient of a row is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, backend: Backend, lengths: Sequence[int]) -> Tensor:
+        ctx.backend, ctx.lengths = backend, lengths
+        row_bytes = rows.shape[1:].numel() * rows.element_size()
+        counts = [length * row_bytes for length in lengths]
+        return _joined(_exchange(backend, _as_bytes(rows), counts), rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = _reduced(ctx.backend, gradient, "sum")
+        own: Tensor = torch.split(total, ctx.lengths)[ctx.backend.rank]
+        return own, None, None
+
+
+def _reduced(backend: Backend, tensor: Tensor, op: str) -> Tensor:
+    """Return the result of `Collectives.all_reduce`, without its checks."""
+    if tensor.is_complex():
+        parts = torch.view_as_real(tensor.resolve_conj())
+        return torch.view_as_complex(_reduced(backend, parts, op))
+    floating, dtype = tensor.is_floating_point(), tensor.dtype
+    # The types that every backend reduces: Horovod has no bfloat16, gloo no int16 and no bool.
+    wide = torch.int64 if not floating else torch.promote_types(dtype, torch.float32)
+    new = torch.empty(tensor.shape, dtype=wide, device=backend.device).copy_(tensor.detach())
+    if not new.numel():
+        pass
+    elif op == "max":
+        new = _greatest(backend, new)
+    elif op == "min":
+        new = -_greatest(backend, -new) if floating else ~_greatest(backend, ~new)
+    else:
+        new = backend.sum(new)
+        if op == "mean":
+            new /= backend.world_size
+        elif not floating:
+            dtype = torch.int64
+    return new.to(tensor.device, dtype)
+
+
+def _greatest(backend: Backend, tensor: Tensor) -> Tensor:
+    """Return the maximum of each element over the ranks; NaN if it is NaN on a rank.
+
+    gloo and NCCL compare with NaN as it comes, and lose values of other ranks.
+    """
+    if not tensor.is_floating_point():
+        return backend.max(tensor)
+    missing = tensor.isnan()
+    both = torch.stack([tensor.masked_fill(missing, -math.inf), missing.to(tensor.dtype)])
+    values, missing = backend.max(both)
+    return values.masked_fill(missing > 0, math.nan)
+
+
+def _exchange(backend: Backend, own: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return the bytes of all ranks, on the device.
+
+    Args:
+        backend: backend of the ranks.
+        own: bytes of this rank, of shape (counts[rank],).
+        counts: number of bytes of each rank.
+    """
+    padded = pad(own.to(backend.device), (0, max(counts) - len(own)))
+    gathered = backend.all_gather(padded) if len(padded) else padded.expand(len(counts), 0)
+    return [row[:count] for row, count in zip(gathered, counts, strict=True)]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as bytes, of shape (bytes,); every backend can send these."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Return parts, given as bytes, as one tensor of the type, rows and device of another one."""
+    values = torch.cat(list(parts)).view(rows.dtype)
+    joined: Tensor = values.reshape(-1, *rows.shape[1:]).to(rows.device)
+    return joined
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor[None]
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _described_rows(rows: Tensor) -> str:
+    """Describe rows without their number, such as `float32 (N, 10)`."""
+    return _described(rows[:0]).replace("(0,)", "(N,)").replace("(0, ", "(N, ")
+
+
+class _Text(str):
+    """A text that stands without quotes in the text of a structure."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _check_tensor(call: str, thing: Any) -> None:
+    if not isinstance(thing, Tensor) or thing.layout != torch.strided:
+        raise UsageError(
+            "HT631",
+            f"{call} of a {'sparse tensor' if isinstance(thing, Tensor) else type(thing).__name__}",
+            "a dense tensor",
+            "x.to_dense()" if isinstance(thing, Tensor) else "torch.tensor(x)",
+            "session.sum(x) for numbers",
+            "session.gather_object(x) for other objects",
+        )
+
+
+def _refuse_value(value: Any) -> None:
+    """Refuse a value that is no tensor, in a structure of samples; None may stay."""
+    if value is not None:
+        raise UsageError(
+            "HT631",
+            f"session.gather_for_metrics() of a structure with a {type(value).__name__}",
+            "tensors of shape (samples, …) in tuples, lists, dicts and dataclasses",
+            "torch.tensor(values), one for each sample",
+            "session.gather_object(things)",
+        )
