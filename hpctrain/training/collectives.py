@@ -370,13 +370,13 @@ def _reduced(backend: Backend, tensor: Tensor, op: str) -> Tensor:
 def _greatest(backend: Backend, tensor: Tensor) -> Tensor:
     """Return the maximum of each element over the ranks; NaN if it is NaN on a rank.
 
-    gloo and NCCL compare with NaN as it comes, and lose values of other ranks.
+    gloo's comparison with NaN can lose NaN and the values of other ranks.
     """
     if not tensor.is_floating_point():
         return backend.max(tensor)
     missing = tensor.isnan()
     both = torch.stack([tensor.masked_fill(missing, -math.inf), missing.to(tensor.dtype)])
-    values, missing = backend.max(both)
+    values, missing = torch.unbind(backend.max(both))
     return values.masked_fill(missing > 0, math.nan)
 
 
