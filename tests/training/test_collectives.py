@@ -49,6 +49,13 @@ def reduce_all():
             opened.broadcast(of_rank(rank, dtype), opened.world.world_size - 1) for dtype in TYPES
         ]
         found["scalar"] = opened.broadcast(torch.tensor(rank + 0.5))
+        with torch.inference_mode():
+            one = torch.ones(1)
+            found["inference"] = [
+                *(opened.all_reduce(one).item(), opened.all_reduce(one, "max").item()),
+                *(opened.broadcast(one).item(), len(opened.all_gather(one)), opened.sum(one)),
+                *(len(opened.gather_object(1)), opened.broadcast_object(1)),
+            ]
     return found
 
 
@@ -74,6 +81,7 @@ def test_reductions_and_broadcasts_equal_those_of_torch(run, size):
         copies = [of_rank(size - 1, dtype) for dtype in TYPES]
         assert all(map(torch.equal, found["copies"], copies))
         assert found["scalar"] == 0.5
+        assert found["inference"] == [size, 1, 1, size, size, size, 1]
 
 
 LENGTHS = (2, 0, 3)

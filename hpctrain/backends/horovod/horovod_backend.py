@@ -285,7 +285,8 @@ class Horovod(Backend):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather along a new dimension."""
-        with self._stall_timer("tensors of all ranks"):
+        # Horovod's thread is in no inference mode, and resizes the tensors for its results.
+        with torch.inference_mode(False), self._stall_timer("tensors of all ranks"):
             gathered: Tensor = self._hvd.allgather(tensor[None], name="all_gather")
         return gathered
 
@@ -307,13 +308,13 @@ class Horovod(Backend):
 
     def gather_object(self, thing: T) -> list[T]:
         """Gather with an all-gather of pickles, as Horovod has no gather."""
-        with self._stall_timer("the states of all ranks"):
+        with torch.inference_mode(False), self._stall_timer("the states of all ranks"):
             things: list[T] = self._hvd.allgather_object(thing, name="gather")
         return things if self.rank == 0 else []
 
     def all_gather_text(self, text: str) -> list[str]:
         """Exchange the texts with an all-gather, which its name separates from others."""
-        with self._stall_timer("the other ranks"):
+        with torch.inference_mode(False), self._stall_timer("the other ranks"):
             return list(self._hvd.allgather_object(text, name="text"))
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
