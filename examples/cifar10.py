@@ -26,7 +26,7 @@ TRAIN, TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
 
 
 def options():
-    parser = hpctrain.options(description=__doc__)
+    parser = hpctrain.options(recipe=True, description=__doc__)
     parser.set_defaults(data="data/cifar10", lr=0.1)
     group = parser.add_argument_group("options of this example")
     names = ("resnet18", "resnet34", "resnet50")

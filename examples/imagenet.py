@@ -38,7 +38,7 @@ def number(kind, least, most):
 
 
 def options():
-    parser = hpctrain.options(description=__doc__)
+    parser = hpctrain.options(recipe=True, description=__doc__)
     parser.set_defaults(data="imagenet", lr=0.1, workers="auto")
     group = parser.add_argument_group("options of this example")
     add = group.add_argument

@@ -36,7 +36,7 @@ def evaluate(session, model, loader):
 
 
 def main():
-    args = hpctrain.options(description=__doc__).parse_args()
+    args = hpctrain.options(recipe=True, description=__doc__).parse_args()
     with hpctrain.Session(args) as session:
         train_set, test_set = load(args.data, args.download)
         train_loader = session.loader(train_set)

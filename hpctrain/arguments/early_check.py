@@ -17,7 +17,12 @@ _OF_BATCHES = {"global_batch", "batch_size", "accumulate", "elastic"}
 
 
 def check(
-    script: str, words: Sequence[str], own: Collection[str], ranks: int | None, complete: bool
+    script: str,
+    words: Sequence[str],
+    own: Collection[str],
+    recipe: bool,
+    ranks: int | None,
+    complete: bool,
 ) -> None:
     """Refuse training options with which a script cannot train; leave its own options alone.
 
@@ -25,6 +30,7 @@ def check(
         script: path of the script.
         words: its command line.
         own: names that the script may set itself. Nothing is concluded from these options.
+        recipe: whether the script has all training options, by `hpctrain.options(recipe=True)`.
         ranks: number of ranks; None if it is not certain.
         complete: whether nothing makes further files before the script starts.
 
@@ -32,9 +38,9 @@ def check(
         UsageError: an option or a value of a recipe is invalid, or contradicts another one.
     """
     parser = _TableParser(allow_abbrev=False, add_help=False, prog=os.path.basename(script))
-    add_options(parser)
-    recipe = parser.recipe_of(words)
-    if recipe and not os.path.exists(recipe) and (os.path.isabs(recipe) or not complete):
+    add_options(parser, recipe)
+    file = parser.recipe_of(words)
+    if file and not os.path.exists(file) and (os.path.isabs(file) or not complete):
         return
     given = vars(parser.parse_known_args(words)[0])
     kept = {name: value for name, value in given.items() if name not in own}

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.cluster.launchers import LONGEST_TIMEOUT
@@ -24,10 +25,29 @@ __all__ = [
 
 
 def option(
-    flag: str, default: Any, text: str, type: Any = str, **more: Any
+    flag: str,
+    default: Any,
+    text: str,
+    type: Any = str,
+    *,
+    common: bool = False,
+    parsed: Any = None,
+    **more: Any,
 ) -> Any:  # typed as the field's value, as `dataclasses.field` is
-    """Return a field of `Options`, with its option on the command line."""
-    spec = {"flag": flag, "help": text, **more}
+    """Return a field of `Options`, with its option on the command line.
+
+    Args:
+        flag: option on the command line.
+        default: value of the field.
+        text: help text.
+        type: type of the value, for argparse and for keyword arguments.
+        common: whether `hpctrain.options()` has the option; if not, only
+            `hpctrain.options(recipe=True)` has it.
+        parsed: value that a command line without the option has (default: `default`).
+        more: more arguments for argparse.
+    """
+    parsed = default if parsed is None else parsed
+    spec = {"flag": flag, "help": text, "common": common, "default": parsed, **more}
     if "action" not in more:
         spec["type"] = type
     return dataclasses.field(default=default, metadata=spec)
@@ -100,18 +120,20 @@ def check(field: Any, value: Any) -> None:
     spec = field.metadata
     choices = spec.get("choices")
     if choices and value not in choices:
-        raise UsageError(
-            "HT501",
-            f"{spec['flag']} {value}",
-            f"one of {', '.join(choices)}",
-            f"{spec['flag']} {nearest(str(value), choices) or choices[0]}",
-        )
+        near = nearest(str(value), choices) or choices[0]
+        raise _refused(spec, value, f"one of {', '.join(choices)}", f"{spec['flag']} {near}")
     if value is None and field.default is None:
         return
     kind = spec.get("type")
     if isinstance(kind, Number) and not kind.accepts(value):
-        raise UsageError("HT501", f"{spec['flag']} {value!r}", kind.expected)
+        raise _refused(spec, value, kind.expected)
     if "action" in spec and not isinstance(value, bool):
-        raise UsageError("HT501", f"{spec['flag']} {value!r}", "True or False")
+        raise _refused(spec, value, "True or False")
     if kind is str and not isinstance(value, str):
-        raise UsageError("HT501", f"{spec['flag']} {value!r}", "text")
+        raise _refused(spec, value, "text")
+
+
+def _refused(spec: Mapping[str, Any], value: Any, expected: str, fix: str = "") -> UsageError:
+    other = f"another name for an option of the script that is not hpctrain's {spec['flag']}"
+    found = f"{spec['flag']} {value if fix else repr(value)}"
+    return UsageError("HT501", found, expected, fix, "" if spec["common"] else other)

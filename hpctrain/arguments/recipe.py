@@ -36,7 +36,15 @@ class Parser(argparse.ArgumentParser):
     command line (append, extend, count), and those that store a constant (store_const), work on
     the command line only. An error in the file ends the process with exit code 2, like an error on
     the command line.
+
+    Attributes:
+        only_with_recipe: names in the namespace of the training options that this parser lacks, by
+            option.
     """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.only_with_recipe: dict[str, str] = {}
+        super().__init__(*arguments, **keywords)
 
     def add_argument(self, *flags: Any, **keywords: Any) -> argparse.Action:
         """Add an option; if it exists already, exit with a message that explains what to do."""
@@ -64,12 +72,20 @@ class Parser(argparse.ArgumentParser):
 
     def refusal(self, message: str) -> UsageError:
         """Return the error for a wrong command line or recipe."""
+        known = self._option_string_actions
+        meant = option_meant(message, [*known, *self.only_with_recipe])
         return UsageError(
             "HT523",
-            message + option_meant(message, self._option_string_actions),
+            message + self._suggest(meant, known),
             "",
             f"{self.prog} --help (lists all options)",
         )
+
+    def _suggest(self, meant: str, known: Collection[str]) -> str:
+        """Return the end of a message about an unknown option."""
+        if meant and meant not in known:
+            return f"; hpctrain.options(recipe=True) has {meant}"
+        return f"; did you mean {meant}?" if meant else ""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -126,8 +142,8 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, path: str, name: str, known: Collection[str]) -> None:
         """Refuse a name in a recipe that is no option."""
-        near = nearest(name, known)
-        hint = f"; did you mean {near}?" if near else ""
+        near = nearest(name, [*known, *self.only_with_recipe.values()])
+        hint = self._suggest(near, known)
         self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
 
     def _value(self, action: argparse.Action, value: Any) -> Any:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,32 @@ from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.precision import PRECISIONS
 
-__all__ = ["DEFAULT_BATCH_SIZE", "Options"]
+__all__ = ["DEFAULT_BATCH_SIZE", "Given", "Options", "named"]
 
 DEFAULT_BATCH_SIZE = 32
+
+# Where a script has options and values of its own, besides keyword arguments.
+Given = argparse.Namespace | MutableMapping[str, Any] | None
+
+
+def named(given: Given) -> MutableMapping[str, Any]:
+    """Return the values of a command line or a dict by name; a change of the result changes it.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(given, argparse.Namespace):
+        return vars(given)
+    if given is None or isinstance(given, MutableMapping):
+        return {} if given is None else given
+    raise UsageError(
+        "HT501",
+        f"hpctrain.Session() with a {type(given).__name__}",
+        "a parsed command line, a dict, or keyword arguments",
+        "hpctrain.Session(parser.parse_args())",
+        "hpctrain.Session(vars(config))",
+    )
+
 
 # Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {
@@ -34,17 +58,22 @@ _MAY_DIFFER = {
 }
 
 
+# An option is `common` if it concerns the start and the run of any script: ranks, precision,
+# batches, length, seed, run directory, checkpoints, log, time limits. So `--help` has two screens.
+# The others are for `hpctrain.options(recipe=True)`: what many scripts do themselves, with options
+# of their own of these names (data, rates, decay, averages), and what few people change.
 @dataclass(frozen=True, slots=True)
 class Options:
     """Training options. Each field is a command-line option and a keyword argument of `Session`."""
 
-    data: str = option(
+    data: str | None = option(
         "--data",
-        "digits",
+        None,
         "data set: a folder, or a name: digits, fashion-mnist, mnist, "
         "synthetic. A name is searched for in $HPCTRAIN_DATA/NAME, then "
         "/usr/share/datasets/NAME",
         metavar="PATH|NAME",
+        parsed="digits",  # on the command line alone, as a Session itself does not read data
     )
     download: bool = option(
         "--download", False, "download the data set if it is missing", action="store_true"
@@ -55,12 +84,14 @@ class Options:
         "run directory (default: $HPCTRAIN_RUN_DIR, else runs/NAME-JOBID, "
         "else runs/NAME-DATE-TIME)",
         metavar="DIR",
+        common=True,
     )
     resume: bool | None = option(
         "--resume",
         None,
         "resume from the newest complete checkpoint, or start from the beginning if there is none",
         action=argparse.BooleanOptionalAction,
+        common=True,
     )
     init_from: str | None = option(
         "--init-from",
@@ -74,18 +105,21 @@ class Options:
         "continue with another number of ranks if some hosts are lost: resumes by default, and "
         "needs --global-batch",
         action="store_true",
+        common=True,
     )
     backend: str = option(
         "--backend",
         "auto",
         "communication backend (auto: ddp for several ranks)",
         choices=("auto", *BACKENDS),
+        common=True,
     )
     precision: str = option(
         "--precision",
         "auto",
         "numeric precision (auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPUs)",
         choices=("auto", *PRECISIONS),
+        common=True,
     )
     loss_scale: float | str | None = option(
         "--loss-scale",
@@ -113,6 +147,7 @@ class Options:
         "samples per optimizer step, over all ranks",
         COUNT,
         metavar="N",
+        common=True,
     )
     batch_size: int | None = option(
         "--batch-size",
@@ -122,6 +157,7 @@ class Options:
         "is not given)",
         COUNT,
         metavar="N",
+        common=True,
     )
     accumulate: int | None = option(
         "--accumulate",
@@ -129,14 +165,23 @@ class Options:
         "micro-batches per optimizer step on one rank (default: computed from the batch sizes)",
         COUNT,
         metavar="N",
+        common=True,
     )
-    epochs: int | None = option("--epochs", None, "number of epochs", COUNT, metavar="N")
+    epochs: int | None = option(
+        "--epochs",
+        None,
+        "number of epochs",
+        COUNT,
+        metavar="N",
+        common=True,
+    )
     max_steps: int | None = option(
         "--max-steps",
         None,
         "number of optimizer steps; without --epochs, as many epochs as these steps need",
         COUNT,
         metavar="N",
+        common=True,
     )
     seed: int = option(
         "--seed",
@@ -144,6 +189,7 @@ class Options:
         "random seed for weights, sample order and augmentation",
         FROM_ZERO,
         metavar="N",
+        common=True,
     )
     seed_everything: bool = option(
         "--seed-everything",
@@ -153,13 +199,18 @@ class Options:
         action=argparse.BooleanOptionalAction,
     )
     deterministic: bool = option(
-        "--deterministic", False, "make runs repeat bit by bit; slower on GPUs", action="store_true"
+        "--deterministic",
+        False,
+        "make runs repeat bit by bit; slower on GPUs",
+        action="store_true",
+        common=True,
     )
     same_data: bool = option(
         "--same-data",
         False,
         "allow the script's own loader to give several ranks the same batches",
         action="store_true",
+        common=True,
     )
     workers: int | str = option(
         "--workers",
@@ -167,6 +218,7 @@ class Options:
         "loader processes per rank; auto: one less than the cores of a rank",
         workers,
         metavar="N|auto",
+        common=True,
     )
     lr: float = option("--lr", 1e-3, "learning rate", positive, metavar="X")
     lr_scaling: str = option(
@@ -184,6 +236,13 @@ class Options:
         "warm-up epochs, in which the learning rate grows",
         not_negative,
         metavar="X",
+    )
+    lr_warmup_steps: int = option(
+        "--lr-warmup-steps",
+        0,
+        "warm-up steps, in place of --lr-warmup-epochs",
+        FROM_ZERO,
+        metavar="N",
     )
     lr_schedule: str = option(
         "--lr-schedule",
@@ -207,6 +266,13 @@ class Options:
     )
     lr_power: float = option(
         "--lr-power", 2.0, "exponent of --lr-schedule polynomial", positive, metavar="X"
+    )
+    lr_min: float = option(
+        "--lr-min",
+        0.0,
+        "least learning rate of --lr-schedule cosine and polynomial, reached at the end",
+        not_negative,
+        metavar="X",
     )
     decay: str = option(
         "--decay",
@@ -245,10 +311,19 @@ class Options:
         action=argparse.BooleanOptionalAction,
     )
     compile: bool = option(
-        "--compile", False, "compile models (torch.compile)", action="store_true"
+        "--compile",
+        False,
+        "compile models (torch.compile)",
+        action="store_true",
+        common=True,
     )
     log_every: int = option(
-        "--log-every", 10, "steps between two rows of metrics", COUNT, metavar="STEPS"
+        "--log-every",
+        10,
+        "steps between two rows of metrics",
+        COUNT,
+        metavar="STEPS",
+        common=True,
     )
     checkpoint_every: int | None = option(
         "--checkpoint-every",
@@ -256,6 +331,7 @@ class Options:
         "steps between two checkpoints, in addition to the end of each epoch",
         COUNT,
         metavar="STEPS",
+        common=True,
     )
     checkpoint_minutes: float | None = option(
         "--checkpoint-minutes",
@@ -263,9 +339,15 @@ class Options:
         "minutes between two checkpoints",
         positive,
         metavar="M",
+        common=True,
     )
     keep_checkpoints: int = option(
-        "--keep-checkpoints", 3, "number of newest checkpoints to keep", COUNT, metavar="N"
+        "--keep-checkpoints",
+        3,
+        "number of newest checkpoints to keep",
+        COUNT,
+        metavar="N",
+        common=True,
     )
     keep_best: str | None = option(
         "--keep-best",
@@ -273,6 +355,7 @@ class Options:
         "metric, such as top1, whose best checkpoint is kept as well (lower is better if the name "
         "ends in loss)",
         metavar="NAME",
+        common=True,
     )
     track: str | None = option(
         "--track",
@@ -280,15 +363,22 @@ class Options:
         "experiment trackers that get the metrics, in addition to metrics.jsonl: tensorboard, "
         "wandb, mlflow, or several with commas",
         metavar="NAME[,NAME]",
+        common=True,
     )
     profile: str | None = option(
         "--profile",
         None,
         "steps to trace into RUN_DIR/profile: from step A until before step B",
         metavar="A:B",
+        common=True,
     )
     start_timeout: float = option(
-        "--start-timeout", 300.0, "seconds to wait for all ranks", seconds, metavar="S"
+        "--start-timeout",
+        300.0,
+        "seconds to wait for all ranks",
+        seconds,
+        metavar="S",
+        common=True,
     )
     timeout: float = option(
         "--timeout",
@@ -296,6 +386,7 @@ class Options:
         "maximum seconds that a step or a collective may take",
         seconds,
         metavar="S",
+        common=True,
     )
 
     ddp_compression: str = option(
@@ -336,6 +427,7 @@ class Options:
         "average",
         "reduction of the gradients over the ranks",
         choices=("average", "sum", "adasum"),
+        common=True,
     )
     horovod_compression: str = option(
         "--horovod-compression", "none", "gradient compression", choices=("none", "fp16")
@@ -355,12 +447,14 @@ class Options:
     )
 
     @classmethod
-    def of(cls, namespace: argparse.Namespace | None, keywords: dict[str, Any]) -> "Options":
-        """Return the options of a parsed command line, overridden by keyword arguments.
+    def of(cls, given: Given, keywords: dict[str, Any]) -> "Options":
+        """Return the options of a parsed command line or a dict, overridden by keyword arguments.
+
+        An option that is not there has its default. Names of no option are left to the script.
 
         Raises:
             UsageError: a keyword is not an option, the option does not accept its value, or the
-                warm-up of the learning rate is not shorter than the training.
+                options of the learning rate contradict each other or the end of the training.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in keywords:
@@ -372,24 +466,58 @@ class Options:
                     f"one of {', '.join(fields)}",
                     f"{near}=…" if near else "",
                 )
-        given = {k: v for k, v in vars(namespace or argparse.Namespace()).items() if k in fields}
+        known = {name: value for name, value in named(given).items() if name in fields}
         values = {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
-            for name, value in {**given, **keywords}.items()
+            for name, value in {**known, **keywords}.items()
         }
         for name, value in values.items():
             check(fields[name], value)
         opts = cls(**values)
-        # Here, before the run has a directory. The schedule also compares it with --max-steps.
-        if opts.epochs is not None and opts.lr_warmup_epochs >= opts.epochs:
+        opts._check_rates()
+        return opts
+
+    def _check_rates(self) -> None:
+        """Check the learning rate here, before the run has a directory.
+
+        The schedule also compares epochs with steps, once it knows the length of an epoch.
+        """
+        for warmup, end, unit in (
+            (self.lr_warmup_epochs, self.epochs, "epochs"),
+            (self.lr_warmup_steps, self.max_steps, "steps"),
+        ):
+            limit = "--epochs" if unit == "epochs" else "--max-steps"
+            if end is not None and warmup >= end:
+                raise UsageError(
+                    "HT411",
+                    f"--lr-warmup-{unit} {warmup:g} with {limit} {end}",
+                    "a warm-up that is shorter than the training",
+                    f"--lr-warmup-{unit} 0",
+                    f"a larger {limit}",
+                )
+        if self.lr_warmup_epochs and self.lr_warmup_steps:
             raise UsageError(
                 "HT411",
-                f"--lr-warmup-epochs {opts.lr_warmup_epochs:g} with --epochs {opts.epochs}",
-                "a warm-up that is shorter than the training",
+                f"--lr-warmup-epochs {self.lr_warmup_epochs:g} and "
+                f"--lr-warmup-steps {self.lr_warmup_steps}",
+                "one length of the warm-up",
                 "--lr-warmup-epochs 0",
-                "a larger --epochs",
+                "--lr-warmup-steps 0",
             )
-        return opts
+        if self.lr_min and self.lr_schedule == "step":
+            raise UsageError(
+                "HT406",
+                f"--lr-min {self.lr_min:g} with --lr-schedule step",
+                "a schedule that ends at the least rate",
+                "--lr-schedule cosine",
+                "--lr-schedule polynomial",
+                "--lr-min 0",
+            )
+
+    @property
+    def sets_rates(self) -> bool:
+        """Whether the options set the learning rate of each step."""
+        return bool(self.lr_schedule != "constant" or self.lr_warmup_epochs or self.lr_warmup_steps)
 
     def of_backend(self, name: str) -> dict[str, Any]:
         """Return the options of one backend, by name without the backend's prefix.

@@ -48,7 +48,8 @@ class _Parser(argparse.ArgumentParser):
             for option, action in parser._option_string_actions.items()
             if action.help != argparse.SUPPRESS
         ]
-        super().error(message + option_meant(message, options))
+        meant = option_meant(message, options)
+        super().error(f"{message}; did you mean {meant}?" if meant else message)
 
     def _known(self) -> list[argparse.ArgumentParser]:
         choices = (action.choices for action in self._actions if isinstance(action.choices, dict))

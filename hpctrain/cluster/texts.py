@@ -57,22 +57,18 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def option_meant(message: str, options: Iterable[str]) -> str:
-    """Return the end of argparse's message about an unknown option: which one may be meant.
+    """Return the option that is meant by an unknown one in a message of argparse; empty if none.
 
     Args:
         message: message of argparse, of any kind.
         options: known options.
-
-    Returns:
-        `; did you mean OPTION?`, or an empty text.
     """
     unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
     if not message.startswith("unrecognized") or not unknown.startswith("--"):
         return ""
     known = list(options)
     completions = (option for option in known if option.startswith(unknown))
-    meant = next(completions, None) or nearest(unknown, known)
-    return f"; did you mean {meant}?" if meant else ""
+    return next(completions, None) or nearest(unknown, known)
 
 
 def _form(word: str) -> str:

@@ -29,15 +29,18 @@ def check(script: str, words: Sequence[str], ranks: int | None, complete: bool) 
     Raises:
         UsageError: an option or a value of a recipe is invalid, or contradicts another one.
     """
-    own = _set_by(script)
-    if own is not None:
+    found = _set_by(script)
+    if found is not None:
         from hpctrain.arguments import early_check  # only for such scripts, as it is slow
 
-        early_check.check(script, words, own, ranks, complete)
+        early_check.check(script, words, *found, ranks, complete)
 
 
-def _set_by(script: str) -> set[str] | None:
-    """Return the names that a script sets itself; None if its command line may mean anything."""
+def _set_by(script: str) -> tuple[set[str], bool] | None:
+    """Return the names that a script sets itself, and whether it has all training options.
+
+    Return None if its command line may mean anything.
+    """
     try:
         source = Path(script).read_bytes()
         tree = ast.parse(source if b"hpctrain" in source else b"")
@@ -64,8 +67,13 @@ def _set_by(script: str) -> set[str] | None:
             seen.add(node.id)
         elif isinstance(node, ast.ImportFrom) and node.module == "hpctrain":
             seen |= {f"hpctrain.{name.name}" for name in node.names if name.asname is None}
-    makes = "hpctrain.options" in calls or ("options" in calls and "hpctrain.options" in seen)
+    made = calls.get("hpctrain.options")
+    if made is None and "hpctrain.options" in seen:
+        made = calls.get("options")
     parses = any(name.endswith(_PARSING) for name in calls)
     opens = any(name.endswith("Session") for name in calls)
-    clear = makes and parses and opens and not _UNCLEAR & (own | seen)
-    return own if clear else None
+    if made is None or not parses or not opens or _UNCLEAR & (own | seen):
+        return None
+    recipe = [keyword.value for keyword in made.keywords if keyword.arg in ("recipe", None)]
+    values = [value.value for value in recipe if isinstance(value, ast.Constant)]
+    return (own, values == [True]) if len(recipe) == len(values) else None

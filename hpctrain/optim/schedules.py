@@ -32,7 +32,12 @@ class Schedule:
         step        step_factor ^ ⌊s / step_every⌋  counted from the start of the training
         polynomial  (1 − t) ^ power                0 at s = T
 
-    From s = T on, the factor keeps its value at T.
+    From s = T on, the factor keeps its value at T. The rate of a parameter group with the base rate
+    b is b · factor during the warm-up. After it, with l = min(`least`, b), it is
+
+        l + (b − l) · factor
+
+    so cosine and polynomial end at l. A group whose base rate is below `least` keeps its base rate.
 
     Args:
         kind: "constant", "cosine", "step" or "polynomial".
@@ -41,14 +46,16 @@ class Schedule:
         step_every: optimizer steps between two reductions of kind "step"; unused by other kinds.
         step_factor: factor of each reduction of kind "step", from 0 to 1.
         power: exponent of kind "polynomial", above 0.
+        least: least rate after the warm-up, 0 or more; not with kind "step".
 
     Raises:
         UsageError: a value is invalid, the kind needs `total_steps`, or the warm-up is not shorter
             than the training.
 
     Sources: warm-up and steps, Goyal et al. 2017, arXiv 1706.02677, sections 2.2 and 5.1; cosine,
-    Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5 without restarts; polynomial with power
-    2, You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1.
+    Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5 without restarts, whose η_min is the
+    least rate (`eta_min` of torch's `CosineAnnealingLR`); polynomial with power 2, You, Gitman,
+    Ginsburg 2017, arXiv 1708.03888, algorithm 1.
     """
 
     kind: str = "constant"
@@ -57,6 +64,7 @@ class Schedule:
     step_every: int = 1
     step_factor: float = 0.1
     power: float = 2.0
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -72,6 +80,8 @@ class Schedule:
             (self.kind != "step" or self.step_every >= 1, "step_every", "1 or more"),
             (0 <= self.step_factor <= 1, "step_factor", "from 0 to 1"),
             (self.power > 0, "power", "above 0"),
+            (self.least >= 0, "least", "0 or more"),
+            (self.kind != "step" or self.least == 0, "least", '0 for kind "step"'),
         ):
             if not good:
                 raise UsageError(
@@ -93,7 +103,7 @@ class Schedule:
                 "HT411",
                 f"a warm-up of {self.warmup_steps:,} of {self.total_steps:,} steps",
                 "a warm-up that is shorter than the training",
-                "a smaller --lr-warmup-epochs",
+                "a smaller --lr-warmup-epochs or --lr-warmup-steps",
                 "a larger --epochs",
                 "a larger --max-steps",
             )
@@ -127,6 +137,7 @@ class Schedule:
             rest = f"polynomial of power {self.power:g}"
         if self.kind in _ENDING:
             rest += f" over {self.total_steps:,} steps"
+            rest += f" to {self.least:g}" if self.least else ""
         return f"warm-up {self.warmup_steps:,} steps, {rest}" if self.warmup_steps else rest
 
 
@@ -246,8 +257,8 @@ def put_back_rates(scheduler: LRScheduler) -> None:
             group["lr"] = float(rate)
 
 
-def apply(optimizers: Iterable[Optimizer], factor: float) -> None:
-    """Set the learning rate of each group to its base rate times a factor.
+def apply(optimizers: Iterable[Optimizer], schedule: Schedule, step: int) -> None:
+    """Set the learning rate of each group to its rate in a step.
 
     The base rate is the group's `initial_lr`: its `lr` at the first call. It is saved in the
     optimizer's `state_dict()`, as with torch's own schedulers. A learning rate that is a tensor is
@@ -255,14 +266,20 @@ def apply(optimizers: Iterable[Optimizer], factor: float) -> None:
 
     Args:
         optimizers: optimizers of any kind.
-        factor: result of `Schedule.factor`, 0 or more.
+        schedule: schedule of the rates.
+        step: number of optimizer steps done before this one.
     """
+    factor, least = schedule.factor(step), 0.0 if step < schedule.warmup_steps else schedule.least
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             lr = group["lr"]
             if "initial_lr" not in group:
                 group["initial_lr"] = lr.detach().clone() if isinstance(lr, Tensor) else lr
-            rate = group["initial_lr"] * factor
+            base = group["initial_lr"]
+            rate = base * factor
+            if least:
+                low = base.clamp(max=least) if isinstance(base, Tensor) else min(base, least)
+                rate = low + (base - low) * factor
             if not isinstance(lr, Tensor):
                 group["lr"] = rate
             elif isinstance(rate, Tensor):

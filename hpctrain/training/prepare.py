@@ -25,6 +25,7 @@ from hpctrain.training.consensus import on_rank_zero
 
 __all__ = [
     "check_compiler",
+    "check_schedule",
     "check_weights",
     "inner",
     "place_batches",
@@ -32,7 +33,6 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
     "refuse_other_data",
-    "refuse_second_schedule",
     "replaced",
     "share_state",
 ]
@@ -215,17 +215,19 @@ def plan_schedule(
     Raises:
         UsageError: the schedule needs the length of an epoch, or of the run, and there is none.
     """
-    if options.lr_schedule == "constant" and not options.lr_warmup_epochs:
+    if not options.sets_rates:
         return None
+    by_epoch = options.lr_warmup_epochs or options.lr_schedule == "step"
     if steps_per_epoch is None and (
-        options.lr_warmup_epochs or options.lr_schedule == "step" or not options.max_steps
+        by_epoch or (options.lr_schedule != "constant" and not options.max_steps)
     ):
         raise UsageError(
             "HT610",
             "--lr-warmup-epochs or --lr-schedule over a loader without a length",
             "one that says how many steps an epoch has",
-            "session.loader(dataset), or a loader with __len__",
+            "--lr-warmup-steps N" if options.lr_warmup_epochs else "",
             "--max-steps N, for cosine and polynomial",
+            "session.loader(dataset), or a loader with __len__",
         )
     ends = [options.max_steps] if options.max_steps else []
     if epochs is not None and steps_per_epoch is not None:
@@ -233,27 +235,37 @@ def plan_schedule(
     length = steps_per_epoch or 0
     return optim.Schedule(
         options.lr_schedule,
-        round(options.lr_warmup_epochs * length),
+        options.lr_warmup_steps or round(options.lr_warmup_epochs * length),
         min(ends) if ends else None,
         options.lr_step_epochs * length,
         options.lr_step_factor,
         options.lr_power,
+        options.lr_min,
     )
 
 
-def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse a scheduler of the script if the options set the learning rate.
+def check_schedule(schedule: optim.Schedule, optimizers: Sequence[Optimizer]) -> None:
+    """Check that the schedule of the options can set the learning rates of the optimizers.
 
     Raises:
-        UsageError: one of the optimizers has a scheduler.
+        UsageError: an optimizer has a scheduler of the script, or all rates are below the least.
     """
     if any(map(optim.scheduled, optimizers)):
         raise UsageError(
             "HT610",
-            "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
+            "a scheduler of the script's own, and --lr-schedule or --lr-warmup-…",
             "one course of the learning rate",
             "leave the options out",
             "remove the scheduler from the script",
+        )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    highest = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=None)
+    if highest is not None and schedule.least > highest:
+        raise UsageError(
+            "HT406",
+            f"--lr-min {schedule.least:g}, and the highest rate of the optimizers is {highest:g}",
+            "a least rate below it",
+            f"--lr-min {highest / 10:g}",
         )
 
 

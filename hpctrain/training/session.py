@@ -1,10 +1,9 @@
 """Training session of one rank: connects World, Backend and Precision."""
 
-import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hpctrain import data
-from hpctrain.arguments import Options
+from hpctrain.arguments import Given, Options, named
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
@@ -44,10 +43,11 @@ class Session(Collectives):
     message and its exit code.
 
     Args:
-        namespace: command line parsed by `hpctrain.options()`. If its `batch_size` is None, the
-            session sets it to the micro-batch size.
-        keywords: the same options by name (`backend="ddp"`, `precision="bf16"`, …); they override
-            the namespace.
+        given: command line parsed by `hpctrain.options()` or any parser, or a dict. Names of
+            options are options, all others belong to the script. If `batch_size` is there and
+            None, the session sets it to the micro-batch size.
+        keywords: all options by name (`backend="ddp"`, `precision="bf16"`, …); they override what
+            is given.
 
     Attributes:
         world: rank, world size and hosts of this process; no field is None.
@@ -66,12 +66,12 @@ class Session(Collectives):
         StartError: not all ranks connected within `start_timeout` seconds.
     """
 
-    def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
+    def __init__(self, given: Given = None, /, **keywords: Any) -> None:
         self._undo = ExitStack()  # restores what a session changes in its process
         hook = sys.excepthook
         super().__init__()
         shared_errors.report_uncaught()
-        self.options = Options.of(namespace, keywords)
+        self.options = Options.of(given, keywords)
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
         # The exit status file belongs to the start: only rank 0 of that start may write it.
@@ -83,7 +83,7 @@ class Session(Collectives):
             # An earlier session of this process may have left a file; it is out of date now.
             Path(self._exit_status_file).unlink(missing_ok=True)
         try:
-            self._open(start, namespace)
+            self._open(start, named(given))
         except BaseException as error:
             self._undo.close()
             if isinstance(error, HpctrainError):
@@ -93,13 +93,12 @@ class Session(Collectives):
         self._hooks = hook, sys.excepthook  # torch.distributed has set its own, too
         failure_record.note_session(self.world.rank, os.environ)
 
-    def _open(self, start: launchers.Start, namespace: argparse.Namespace | None) -> None:
+    def _open(self, start: launchers.Start, given: MutableMapping[str, Any]) -> None:
         options, shared = self.options, {field.name for field in dataclasses.fields(Options)}
-        own = {} if namespace is None else vars(namespace)
         self._context = context = open_ranks(
             start,
             options,
-            {name: value for name, value in own.items() if name not in shared},
+            {name: value for name, value in given.items() if name not in shared},
             self.preemption,
             self._exit_status_file,
             os.environ,
@@ -112,9 +111,9 @@ class Session(Collectives):
         self._events = context.events
         self._events.weight, self._events.exchange = self._weigh, self._meet
         self._events.evaluation, self._events.exhausted = self._align, self._take_part
-        if namespace is not None and getattr(namespace, "batch_size", 0) is None:
+        if given.get("batch_size", 0) is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
-            namespace.batch_size = self.batches.batch_size
+            given["batch_size"] = self.batches.batch_size
         self._gradients = Gradients(context)
         self._undo.callback(self._gradients.close)
         # Same seed on all ranks, so that they create the same weights and split the data alike.

@@ -228,8 +228,8 @@ def restore(
     later = _later_groups(context, position, state["optimizer"])
     states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
     _fill("optimizer", context.optimizers, states)
-    course = context.options.lr_schedule != "constant" or context.options.lr_warmup_epochs
-    if rates != _rates(context) and not course and not any(map(scheduled, context.optimizers)):
+    course = context.options.sets_rates or any(map(scheduled, context.optimizers))
+    if rates != _rates(context) and not course:
         logger.warning(
             "the learning rate is that of the checkpoint, %s, not that of this start, %s",
             _rates(context),

@@ -292,7 +292,7 @@ class Run:
                     return
                 phase(COMPUTING)
                 if self._index == 0 and self._schedule is not None:
-                    optim.apply(context.optimizers, self._schedule.factor(self.step))
+                    optim.apply(context.optimizers, self._schedule, self.step)
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     number = seeds.derive("step", options.seed, self.step, micro_batch)
@@ -614,7 +614,7 @@ class Run:
         """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
         schedule = prepare.plan_schedule(self._context.options, length, self._epochs)
         if schedule is not None and schedule != self._schedule:
-            prepare.refuse_second_schedule(self._context.optimizers)
+            prepare.check_schedule(schedule, self._context.optimizers)
             self._schedule = schedule
             logger.info("learning rate: %s", schedule.describe())
 

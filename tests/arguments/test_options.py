@@ -15,9 +15,68 @@ from hpctrain.errors import UsageError
 
 def test_command_line_and_keywords_have_the_same_defaults():
     assert hpctrain.options is options
-    parsed = vars(options().parse_args([]))
-    assert parsed == dataclasses.asdict(Options())
+    parsed = vars(options(recipe=True).parse_args([]))
+    assert parsed == {**dataclasses.asdict(Options()), "data": "digits"}
     assert Options.of(options().parse_args([]), {}) == Options.of(None, {}) == Options()
+
+
+def test_help_without_the_recipe_fits_on_two_screens(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert options(prog="train.py").format_help().count("\n") <= 60
+    few, all_of_them = (vars(options(recipe=recipe).parse_args([])) for recipe in (False, True))
+    assert len(few) <= 30
+    assert few.items() < all_of_them.items()
+    start = {"backend", "precision", "global_batch", "epochs", "max_steps", "seed", "resume"}
+    assert start < few.keys()
+    assert few.keys().isdisjoint({"data", "lr", "lr_schedule", "decay", "ema", "clip_norm"})
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("--lr-schedule cosine", "; hpctrain.options(recipe=True) has --lr-schedule\n"),
+        ("--lr-shedule=cosine", "; hpctrain.options(recipe=True) has --lr-schedule\n"),
+        ("--no-channels-last", "; hpctrain.options(recipe=True) has --channels-last\n"),
+        ("--epoch 3", "; did you mean --epochs?\n"),
+        ("--ema-decai 1", "; did you mean --ema-decay?\n"),
+        ("--zzz", "--zzz\n"),
+    ],
+)
+def test_option_that_only_the_recipe_has_is_refused_with_this_hint(line, hint, capsys):
+    parser = options()
+    parser.add_argument("--ema-decay", type=float)
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(line.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.partition("\n")[0].endswith(hint.strip("\n"))
+
+
+def test_script_may_have_its_own_option_of_a_name_that_only_the_recipe_has(capsys):
+    parser = options()
+    parser.add_argument("--lr", type=float, default=0.5)
+    parser.add_argument("--data", type=Path)
+    namespace = parser.parse_args(["--data", "there"])
+    assert Options.of(namespace, {}) == Options(lr=0.5, data="there")
+    parser = options()
+    parser.add_argument("--decay", type=float)
+    with pytest.raises(UsageError, match=r"--decay 0\.1") as caught:
+        Options.of(parser.parse_args(["--decay", "0.1"]), {})
+    assert any("another name" in fix for fix in caught.value.fixes)
+
+
+def test_options_of_a_dict_and_the_values_of_the_script():
+    given = {"backend": "ddp", "lr": 0.25, "width": 64}
+    assert Options.of(given, {"lr": 0.5}) == Options(backend="ddp", lr=0.5)
+    with pytest.raises(UsageError, match="--lr -1"):
+        Options.of({"lr": -1}, {})
+
+
+@pytest.mark.parametrize("given", [options(), "--lr 1", Options()], ids=lambda v: type(v).__name__)
+def test_session_takes_a_parsed_command_line_or_a_dict(given):
+    with pytest.raises(UsageError, match=f"a {type(given).__name__}") as caught:
+        hpctrain.Session(given)
+    assert caught.value.code == "HT501"
+    assert "hpctrain.Session(parser.parse_args())" in caught.value.fixes
 
 
 def test_every_option_reaches_its_field():
@@ -37,7 +96,7 @@ def test_every_option_reaches_its_field():
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
         "--horovod-sparse-as-dense"
     )
-    read = Options.of(options().parse_args(line.split()), {})
+    read = Options.of(options(recipe=True).parse_args(line.split()), {})
     assert read == Options(
         data="mnist", download=True, run_dir="there", resume=False, init_from="w.pt", elastic=True,
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
@@ -55,8 +114,12 @@ def test_every_option_reaches_its_field():
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
     assert Options.of(options().parse_args(["--workers", "auto"]), {}).workers == "auto"
-    unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]
-    assert unlike == []
+    # These two contradict others of the line.
+    line = ["--lr-warmup-steps", "5", "--lr-min", "0.1"]
+    read_rates = Options.of(options(recipe=True).parse_args(line), {"data": None})
+    assert read_rates == Options(lr_warmup_steps=5, lr_min=0.1)
+    same = {f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default}
+    assert same == {"lr_warmup_steps", "lr_min"}
 
 
 DDP = {
@@ -92,7 +155,7 @@ def test_elastic_needs_a_global_batch():
 
 
 def test_keywords_override_the_command_line():
-    parser = options(description="mine")
+    parser = options(recipe=True, description="mine")
     parser.add_argument("--width", type=int, default=64)
     namespace = parser.parse_args(["--width", "8", "--lr", "0.5", "--seed", "3"])
     read = Options.of(namespace, {"lr": 0.25, "batch_size": 16})
@@ -142,9 +205,28 @@ def test_wrong_keywords_are_refused_as_on_the_command_line(keywords, found, fix)
 
 
 @pytest.mark.parametrize(
+    ("keywords", "code", "found", "fix"),
+    [
+        ({"lr_warmup_epochs": 5.0, "epochs": 5}, "HT411", "5 with --epochs 5", "warmup-epochs 0"),
+        ({"lr_warmup_steps": 9, "max_steps": 9}, "HT411", "9 with --max-steps 9", "warmup-steps 0"),
+        ({"lr_warmup_steps": 9, "lr_warmup_epochs": 1.5}, "HT411", "1.5 and", "warmup-steps 0"),
+        ({"lr_min": 0.1, "lr_schedule": "step"}, "HT406", "--lr-min 0.1 with", "--lr-min 0"),
+    ],
+)
+def test_options_of_the_rate_that_contradict_each_other_are_refused(keywords, code, found, fix):
+    with pytest.raises(UsageError) as caught:
+        Options.of(None, keywords)
+    assert found in caught.value.found
+    assert any(fix in one for one in caught.value.fixes)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
     "keywords",
     [
         {"lr": 1},
+        {"lr_warmup_steps": 8, "max_steps": 9, "epochs": 1},
+        {"lr_min": 0.1, "lr_schedule": "polynomial"},
         {"clip_norm": None, "epochs": None, "resume": None, "run_dir": None},
         {"workers": 0, "seed": 0, "batch_size": 1},
     ],

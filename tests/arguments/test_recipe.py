@@ -22,7 +22,7 @@ def write(tmp_path):
 
 
 def make_parser():
-    made = options(prog="train.py")
+    made = options(recipe=True, prog="train.py")
     made.add_argument("--model", default="resnet50", choices=("resnet18", "resnet50"))
     made.add_argument("--sizes", type=int, nargs=2, default=[1, 2])
     made.add_argument("--secret", required=True)
@@ -124,7 +124,7 @@ def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, message):
     ],
 )
 def test_recipe_switch_and_its_negation(write, text, line, expected):
-    parser = options(prog="train.py")
+    parser = options(recipe=True, prog="train.py")
     parser.add_argument("--flip", action="store_true")
     parser.add_argument("--no-flip", dest="flip", action="store_false")
     assert parser.parse_args(["--recipe", write(text), *line]).flip is expected
@@ -132,7 +132,7 @@ def test_recipe_switch_and_its_negation(write, text, line, expected):
 
 
 def test_recipe_option_and_switch_of_one_name(write):
-    parser = options(prog="train.py")
+    parser = options(recipe=True, prog="train.py")
     parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--huge", dest="size", action="store_const", const=99)
     parser.add_argument("--blur", action=argparse.BooleanOptionalAction)
@@ -142,7 +142,7 @@ def test_recipe_option_and_switch_of_one_name(write):
 
 
 def test_recipe_text_is_converted_once(write):
-    parser = options(prog="train.py")
+    parser = options(recipe=True, prog="train.py")
     parser.add_argument("--mark", type=lambda text: f"{text}!")
     assert parser.parse_args(["--recipe", write("mark = 'x'")]).mark == "x!"
 
@@ -159,7 +159,7 @@ def test_recipe_text_is_converted_once(write):
     ],
 )
 def test_recipe_refuses_options_without_a_value(write, capsys, action, more, value):
-    parser = options(prog="train.py")
+    parser = options(recipe=True, prog="train.py")
     parser.add_argument("-t", "--tag", action=action, **more)
     with pytest.raises(SystemExit) as caught:
         parser.parse_args(["--recipe", write(f"tag = {value}")])

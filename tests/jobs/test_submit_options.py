@@ -12,7 +12,7 @@ from hpctrain.jobs.spec import JobSpec
 TOP = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import hpctrain
-parser = hpctrain.options(description="x")
+parser = hpctrain.options(recipe=True, description="x")
 parser.add_argument("--width", type=int)
 with hpctrain.Session(parser.parse_args()) as session:
     pass

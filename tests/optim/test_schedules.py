@@ -157,6 +157,8 @@ def test_lr_warmup_as_long_as_the_training_is_refused(warmup):
         {"step_every": 0, "kind": "step"},
         {"step_factor": 1.5},
         {"power": 0.0},
+        {"least": -1.0},
+        {"least": 0.1, "kind": "step"},
     ],
 )
 def test_invalid_lr_schedule_settings_are_refused(settings):
@@ -178,6 +180,7 @@ def test_step_schedule_needs_its_length():
         (Schedule("constant", 20), "warm-up 20 steps, constant"),
         (Schedule("step", 0, 9000, 3000, 0.1), "times 0.1 every 3,000 steps"),
         (Schedule("polynomial", 0, 90, power=2), "polynomial of power 2 over 90 steps"),
+        (Schedule("cosine", 0, 90, least=1e-5), "cosine over 90 steps to 1e-05"),
     ],
 )
 def test_lr_schedule_description(schedule, line):
@@ -199,25 +202,67 @@ def test_lr_schedule_keeps_the_base_rate_of_each_group():
     one, two = (nn.Parameter(torch.ones(1)) for _ in range(2))
     first = SGD([{"params": [one], "lr": 0.5}, {"params": [two], "lr": 0.25}])
     second = LAMB([nn.Parameter(torch.ones(1))], lr=2.0)
-    for factor in (0.5, 0.0, 1.0):
-        apply([first, second], factor)
+    for step, factor in ((1, 0.5), (2, 0.0), (0, 1.0)):
+        apply([first, second], Schedule("polynomial", total_steps=2, power=1.0), step)
         lrs = [group["lr"] for o in (first, second) for group in o.param_groups]
         assert lrs == [0.5 * factor, 0.25 * factor, 2.0 * factor]
 
 
 def test_base_lr_is_in_the_optimizer_state():
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
-    apply([optimizer], 0.1)
+    apply([optimizer], Schedule("constant", 10), 0)
     resumed = SGD([nn.Parameter(torch.ones(1))], lr=9.0)
     resumed.load_state_dict(optimizer.state_dict())
-    apply([resumed], 0.2)
+    apply([resumed], Schedule("constant", 10), 1)
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_tensor_lr_stays_a_tensor():
     rate = torch.tensor(0.5, dtype=torch.float64)
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate, capturable=False)
-    for factor in (0.5, 0.25):
-        apply([optimizer], factor)
+    schedule = Schedule("polynomial", total_steps=4, power=1.0, least=0.125)
+    for step, expected in ((2, 0.3125), (4, 0.125), (0, 0.5)):
+        apply([optimizer], schedule, step)
         assert optimizer.param_groups[0]["lr"] is rate
-        assert rate.item() == 0.5 * factor
+        assert rate.item() == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("cosine", lambda o: CosineAnnealingLR(o, 32, eta_min=0.01)),
+        ("polynomial", lambda o: LinearLR(o, 1.0, 0.1, total_iters=32)),
+    ],
+)
+def test_least_rate_equals_torch_after_a_warmup(kind, make):
+    expected = rates(chain_after_warm_up(8, make), 41, lr=0.1)
+    schedule = Schedule(kind, 8, 40, power=1.0, least=0.01)
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    seen = []
+    for step in range(45):
+        apply([optimizer], schedule, step)
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen[:41] == pytest.approx(expected, abs=1e-15)
+    assert seen[40:] == [0.01] * 5
+
+
+@given(
+    kind=st.sampled_from(("cosine", "polynomial")),
+    warmup=st.integers(0, 20),
+    rest=st.integers(1, 50),
+    base=st.floats(1e-6, 10),
+    least=st.floats(0, 10),
+    step=st.integers(0, 100),
+)
+def test_rate_stays_between_the_least_and_the_base_rate(kind, warmup, rest, base, least, step):
+    """A group whose base rate is below the least rate keeps its rate after the warm-up."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=base)
+    apply([optimizer], Schedule(kind, warmup, warmup + rest, least=least), step)
+    rate = optimizer.param_groups[0]["lr"]
+    low = min(base, least)
+    if step < warmup:
+        assert rate == base * (step + 1) / warmup or rate == base * ((step + 1) / warmup)
+    else:
+        assert low * (1 - 1e-12) <= rate <= base * (1 + 1e-12)
+    if step >= warmup + rest:
+        assert rate == low

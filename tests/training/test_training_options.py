@@ -268,6 +268,46 @@ def test_lr_schedule_over_a_loader_without_length_is_refused(options):
     (error,) = ranks.run(1, train_with_endless_loader, options)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "over a loader without a length" in error.found
+    assert ("--lr-warmup-steps N" in error.fixes) == ("lr_warmup_epochs" in options)
+
+
+def rates_over_a_stream(options):
+    """Return the rate of each step over a loader without a length, and the line in the summary."""
+    with session(batch_size=4, run_dir="run", **options) as opened:
+        model = nn.Linear(1, 1)
+        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        rates, rank = [], opened.world.rank
+        with opened.run() as run:
+            for _ in run.epochs():
+                for points in run.batches(torch.full((4, 1), n + rank / 7) for n in range(9)):
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    opened.step(model(points).mean())
+    return rates, json.loads(RunDirectory("run").summary.read_text())["learning_rate"]
+
+
+@HOROVOD_SLOW
+def test_warmup_steps_and_least_rate_over_a_loader_without_length(run):
+    options = {"lr_warmup_steps": 3, "lr_schedule": "cosine", "lr_min": 0.01, "max_steps": 9}
+    warm = [0.1 * (s + 1) / 3 for s in range(3)]
+    curve = [0.01 + 0.09 * (1 + math.cos(math.pi * s / 6)) / 2 for s in range(6)]
+    for rates, line in ranks.values(run(3, rates_over_a_stream, options)):
+        assert rates == pytest.approx(warm + curve, rel=1e-12)
+        assert line == "warm-up 3 steps, cosine over 9 steps to 0.01"
+
+
+def test_warmup_steps_need_no_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"lr_warmup_steps": 4, "epochs": 1}
+    ((rates, _),) = ranks.values(ranks.run(1, rates_over_a_stream, options))
+    assert rates == pytest.approx([0.025, 0.05, 0.075, *[0.1] * 6])
+
+
+def test_least_rate_above_the_rates_is_refused():
+    options = {"lr_schedule": "cosine", "lr_min": 0.5, "max_steps": 9}
+    (error,) = ranks.run(1, rates_over_a_stream, options)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert "--lr-min 0.5, and the highest rate of the optimizers is 0.1" in error.found
+    assert error.fixes == ("--lr-min 0.01",)
 
 
 def decayed_parameters(decay):
