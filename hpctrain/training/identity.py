@@ -26,7 +26,8 @@ from hpctrain.rundir.lock import Lock
 __all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
 
 FORMAT = 1
-# Values that identify a run; all others may change from one start to the next.
+# Values that identify a run; all others may change from one start to the next. `data` is None if
+# the script has no such option, and then matches any data.
 _IDENTITY = ("name", "data", "model")
 
 
@@ -116,7 +117,7 @@ def _refuse_other_runs(
             "--run-dir DIR for another",
         )
     for key in _IDENTITY:
-        if before.get(key) != own[key]:
+        if None not in (before.get(key), own[key]) and before.get(key) != own[key]:
             raise UsageError(
                 "HT618",
                 f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "

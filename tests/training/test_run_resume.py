@@ -414,7 +414,7 @@ def test_resume_without_a_checkpoint_starts_at_step_0():
     ],
 )
 def test_run_directory_of_another_run_is_refused(options, words):
-    ranks.values(ranks.run(1, partial(train, max_steps=5)))
+    ranks.values(ranks.run(1, partial(train, max_steps=5, data="digits")))
     Path("run/summary.json").write_text('{"status": "stopped"}')
     before = {
         path: path.read_bytes()
@@ -426,6 +426,16 @@ def test_run_directory_of_another_run_is_refused(options, words):
         assert result.exit_code == 2
         assert words in str(result)
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_run_goes_on_whether_or_not_its_script_has_an_option_for_data():
+    """Resume a run that recorded data without such an option, as earlier releases did, and back."""
+    for end, data in ((3, {"data": "digits"}), (4, {}), (5, {"data": "digits"})):
+        options = {"max_steps": end, "epochs": None, "resume": True, **data}
+        ((steps, _),) = ranks.values(ranks.run(1, partial(train, **options)))
+        assert steps[-1] == end - 1
+        assert steps[0] in (0, end - 1)
+    assert faults.started_at() == [0, 3, 4]
 
 
 def test_run_directory_with_other_files_is_refused():
