@@ -10,7 +10,8 @@ writes weights for other programs. `weights` loads initial weights.
 
 from hpctrain.checkpoint.export import export
 from hpctrain.checkpoint.loading import load_newest
+from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.weights import check_weights, fill_weights
 from hpctrain.checkpoint.writer import Writer, save
 
-__all__ = ["Writer", "check_weights", "export", "fill_weights", "load_newest", "save"]
+__all__ = ["Writer", "check_weights", "export", "fill_weights", "freeze", "load_newest", "save"]

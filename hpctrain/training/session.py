@@ -376,8 +376,14 @@ class Session(Collectives):
 
         Args:
             state: objects to save in checkpoints besides the prepared models and optimizers, by
-                name. They need `state_dict()` and `load_state_dict()`.
+                name; a resume fills them in place. Of objects with `state_dict()` and
+                `load_state_dict()`, all ranks get the state of rank 0. Each rank keeps its own
+                values of: dicts and lists of numbers, texts, None, tensors, dicts and lists;
+                tensors; `torch.Generator`, `random.Random` and `numpy.random.Generator`.
             name: name of the run (default: name of the script).
+
+        Raises:
+            UsageError: an object of `state` cannot be filled in place, such as a number.
         """
         return Run(self._context, self._gradients, state or {}, name)
 

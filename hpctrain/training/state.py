@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hpctrain.optim import scheduled
 from hpctrain.process import random_states
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.training import identity
+from hpctrain.training import identity, plain_state
 from hpctrain.training.context import Context
 
 __all__ = [
@@ -76,19 +77,24 @@ class Restored:
 
 
 def refuse_stateless(others: Mapping[str, Any]) -> None:
-    """Refuse objects that a checkpoint cannot hold.
+    """Refuse objects that a checkpoint cannot hold, or that a resume cannot fill in place.
 
     Raises:
-        UsageError: an object has no `state_dict()` or no `load_state_dict()`.
+        UsageError: an object is not plain, and has no `state_dict()` or no `load_state_dict()`; or
+            a plain one holds something that a checkpoint cannot hold.
     """
     for name, thing in others.items():
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        if plain_state.is_plain(thing):
+            checkpoint.freeze({name: plain_state.copied(thing)})
+        elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            value = repr(thing) if isinstance(thing, (int, float, str, NoneType)) else "…"
             raise UsageError(
                 "HT616",
                 f'session.run(state={{"{name}": …}}) with a {type(thing).__name__}',
-                "something with state_dict() and load_state_dict(), which a resume fills",
-                "a class of your own with both, that keeps the value",
-                "run.log(), for a metric",
+                "what a resume can fill in place: a dict, list, tensor, random number generator, "
+                "or something with state_dict() and load_state_dict()",
+                f'mine = {{"{name}": {value}}}, and session.run(state={{"mine": mine}})',
+                "a class of your own with both methods",
             )
 
 
@@ -150,14 +156,19 @@ def gather(
     Returns:
         The state at rank 0; None on the other ranks.
     """
-    ranks = context.backend.gather_object({**_of_this_rank(context), "log": dict(log)})
+    values = {
+        name: plain_state.copied(one) for name, one in others.items() if plain_state.is_plain(one)
+    }
+    ranks = context.backend.gather_object(
+        {**_of_this_rank(context), "log": dict(log), "values": values}
+    )
     if context.world.rank > 0:
         return None
     state = {
         "model": [model.state_dict() for model in context.models],
         "optimizer": [optimizer.state_dict() for optimizer in context.optimizers],
         "precision": context.precision.state_dict(),
-        "state": {name: thing.state_dict() for name, thing in others.items()},
+        "state": {name: one.state_dict() for name, one in others.items() if name not in values},
         "position": {
             **asdict(position),
             "global_batch": context.batches.global_batch,
@@ -248,11 +259,20 @@ def restore(
     elif context.ema is not None:
         logger.warning("the checkpoint has no average of the weights; it starts anew from them")
         context.ema.restart()
+    ranks = [rank.get("values", {}) for rank in state["ranks"]]
+    values = plain_state.of_rank(others, ranks, context.world.rank, context.world.world_size)
     for name, thing in others.items():
-        if name in state["state"]:
+        if name in state["state"] and not plain_state.is_plain(thing):
             thing.load_state_dict(state["state"][name])
-        else:
-            logger.warning("the checkpoint has no %s; it starts anew", name)
+        elif name not in values:
+            logger.warning("the checkpoint has no %s for this rank; it starts anew", name)
+        elif not plain_state.fill(thing, values[name]):
+            raise UsageError(
+                "HT621",
+                f"the checkpoint's {name} does not fit the {type(thing).__name__} of the script",
+                "the same kind, and the same shape of a tensor",
+                "--run-dir DIR for another directory",
+            )
     random = log = None
     if len(state["ranks"]) == context.world.world_size:
         own = state["ranks"][context.world.rank]
@@ -265,7 +285,8 @@ def restore(
         position["rows"],
         position.get("skipped", 0) * position["world_size"] // context.world.world_size,
     )
-    left = {name: kept for name, kept in state["state"].items() if name not in others}
+    kept = {**values, **state["state"]}
+    left = {name: one for name, one in kept.items() if name not in others}
     return Restored(place, random, log, left, list(later.values()))
 
 

@@ -136,12 +136,6 @@ def step_without_run_batches():
                     opened.step(LOSS(model(batch), targets))
 
 
-@pytest.mark.parametrize("value", [0.0, {"best": 1}, None])
-def test_state_without_state_dict_is_refused_when_the_run_is_made(value):
-    with session(batch_size=4) as opened, pytest.raises(UsageError, match="best"):
-        opened.run(state={"best": value})
-
-
 def test_option_that_exists_already_is_refused_with_a_fix(capsys):
     parser = hpctrain.options()
     with pytest.raises(SystemExit) as caught:
