@@ -530,6 +530,7 @@ CODES: dict[str, Code] = {
         (
             "A number is outside of its range.",
             "The name of the schedule or of the scaling is unknown.",
+            "`--lr-min` does not fit the schedule, or is above the rates of the optimizers.",
             "Nesterov momentum is on, and the momentum is 0.",
         ),
         "Use a value that the message shows.",
@@ -563,12 +564,14 @@ CODES: dict[str, Code] = {
         "Set `--epochs N` or `--max-steps N`.",
     ),
     "HT411": Code(
-        "The warm-up of the learning rate is not shorter than the training.",
+        "The warm-up of the learning rate is not shorter than the training, or is given twice.",
         (
             "`--lr-warmup-epochs` is too large for `--epochs`.",
             "`--max-steps` ends the training early, as in a short test.",
+            "`--lr-warmup-steps` was given, and a recipe has `lr_warmup_epochs`, or the reverse.",
         ),
-        "Lower `--lr-warmup-epochs`, or raise `--epochs` or `--max-steps`.",
+        "Lower the warm-up, or raise `--epochs` or `--max-steps`. Give its length in epochs or in "
+        "steps, and set the other to 0.",
     ),
     "HT412": Code(
         "An optimizer has two schedulers of one kind, which a checkpoint cannot tell apart.",
@@ -621,9 +624,11 @@ CODES: dict[str, Code] = {
             "A misspelled keyword or value.",
             'A value of another type, such as the text "8" in place of the number 8.',
             "A default of `parser.set_defaults` that the option does not accept.",
+            "An option of the script's own, with the name of a training option.",
         ),
-        "Use the name and the kind of value that the message shows. `--help` of the script lists "
-        "all options; their keywords have `_` in place of `-`.",
+        "Use the name and the kind of value that the message shows. `--help` of a script with "
+        "`hpctrain.options(recipe=True)` lists all options; their keywords have `_` in place of "
+        "`-`. Give an option of the script with another meaning another name.",
     ),
     "HT502": Code(
         "The script adds an option that `hpctrain.options()` has already.",
@@ -823,8 +828,11 @@ CODES: dict[str, Code] = {
         (
             "The name of an option has a typing error, or the option has no value.",
             "The script has an option of its own that is required.",
+            "The script has `hpctrain.options()`, and only `hpctrain.options(recipe=True)` has the "
+            "option.",
         ),
-        "Run the script with `--help`, which lists all options.",
+        "Run the script with `--help`, which lists all options. Or add `recipe=True` to the "
+        "script's call.",
     ),
     "HT601": Code(
         "The ranks do not do the same at the same place of the script.",
@@ -905,8 +913,8 @@ CODES: dict[str, Code] = {
             "The scheduler was made before session.prepare().",
             "The loader has no length, and the schedule needs the steps of an epoch.",
         ),
-        "Keep one schedule, make it after session.prepare(), and set --max-steps if the loader has "
-        "no length.",
+        "Keep one schedule, and make it after session.prepare(). If the loader has no length, set "
+        "--max-steps, and --lr-warmup-steps in place of --lr-warmup-epochs.",
     ),
     "HT611": Code(
         "The ranks have different data sets.",
@@ -949,9 +957,12 @@ CODES: dict[str, Code] = {
         "Run nvidia-smi and hpctrain doctor on that host.",
     ),
     "HT616": Code(
-        "session.run(state=…) has an object that a checkpoint cannot hold.",
-        ("A plain number, list or dictionary was given.",),
-        "Give objects with state_dict() and load_state_dict().",
+        "session.run(state=…) has an object that a checkpoint cannot hold, or a resume not fill.",
+        (
+            "A number or text was given, which nobody can change in place.",
+            "An object of the script has no state_dict() or no load_state_dict().",
+        ),
+        'Give a dict that holds the value: `mine = {"best": 0.0}` and `state={"mine": mine}`.',
     ),
     "HT617": Code(
         "The run directory cannot be made, read or written.",

@@ -113,6 +113,14 @@ def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, message):
     assert error.splitlines()[1:] == [fix, more]
 
 
+def test_recipe_for_a_script_that_lacks_its_options_names_the_fix(write, capsys):
+    parser = options(prog="train.py")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--recipe", write("epochs = 3\nlr_schedule = 'cosine'")])
+    error = capsys.readouterr().err.splitlines()[0]
+    assert error.endswith("of train.py; hpctrain.options(recipe=True) has lr_schedule")
+
+
 @pytest.mark.parametrize(
     ("text", "line", "expected"),
     [

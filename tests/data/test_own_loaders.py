@@ -174,6 +174,15 @@ def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
         assert args.batch_size == opened.batches.batch_size == 32
 
 
+def test_batch_size_of_a_dict_is_set_once_the_session_is_open(tmp_path):
+    given = {"global_batch": 8, "batch_size": None, "width": 64, "run_dir": str(tmp_path / "run")}
+    with hpctrain.Session(given, max_steps=1) as opened, opened.run() as run:
+        assert given["batch_size"] == opened.batches.batch_size == 8
+    (start,) = run.directory.lines(run.directory.starts)
+    assert start["own_options"] == {"width": 64}
+    assert (start["options"]["global_batch"], start["options"]["max_steps"]) == (8, 1)
+
+
 def test_loader_without_batches_is_refused():
     LOADERS["no batches"] = lambda session: DataLoader(DATA, None)
     with pytest.raises(UsageError, match="without batches") as caught:

@@ -38,6 +38,10 @@ def submitted(tmp_path, monkeypatch):
     [
         ("--epochs 2 --recipe r.toml", {}, "HT411", "--lr-warmup-epochs 5 with --epochs 2"),
         ("--epochs 5 --lr-warmup-epochs 5", {}, "HT411", "--lr-warmup-epochs 5 with --epochs 5"),
+        ("--lr-warmup-steps 5 --recipe r.toml", {}, "HT411", "epochs 5 and --lr-warmup-steps 5"),
+        ("--max-steps 9 --lr-warmup-steps 9", {}, "HT411", "--lr-warmup-steps 9 with --max-steps"),
+        ("--lr-min 0.1 --lr-schedule step", {}, "HT406", "--lr-min 0.1 with --lr-schedule step"),
+        ("--lr-min=-1", {}, "HT523", "argument --lr-min: -1 is not a number from 0 on"),
         ("--epochs two", {}, "HT523", "argument --epochs: invalid whole number value: 'two'"),
         ("--own 1 --lr=-1", {}, "HT523", "argument --lr: -1 is not a number above 0"),
         ("--precision fp8", {}, "HT523", "argument --precision: invalid choice: 'fp8'"),
@@ -63,6 +67,7 @@ def test_submit_refuses_options_with_which_the_script_cannot_train(
     ("words", "job"),
     [
         ("--epochs 2 --recipe r.toml --lr-warmup-epochs 0 --width 4", {}),
+        ("--recipe r.toml --lr-warmup-epochs 0 --lr-warmup-steps 9 --lr-min 0.1", {}),
         ("--unknown --epochs 2 -- --epochs two", {}),
         ("--help", {}),
         ("--recipe none.toml", {"dependency": "afterok:1"}),
@@ -84,6 +89,15 @@ def test_submit_leaves_options_that_may_be_right_to_the_job(submitted, words, jo
     submitted(words, **job)
 
 
+def test_submit_leaves_options_that_only_the_recipe_has_to_a_script_without_it(submitted):
+    """Such a script may have options of its own with these names."""
+    for made in ("description='x'", "recipe=False, prog='x'"):
+        Path("t.py").write_text(SCRIPT.replace('recipe=True, description="x"', made))
+        submitted("--epochs 2 --lr-warmup-epochs 5 --lr=-1 --decay 0.1")
+        with pytest.raises(UsageError, match="invalid whole number"):
+            submitted("--epochs two")
+
+
 WRONG = "--epochs 2 --lr-warmup-epochs 5 --global-batch 7"
 
 
@@ -92,6 +106,7 @@ WRONG = "--epochs 2 --lr-warmup-epochs 5 --global-batch 7"
     [
         ("hpctrain.options(", "argparse.ArgumentParser("),
         ("hpctrain.options(", "hpctrain.options(conflict_handler='resolve', "),
+        ("recipe=True", "recipe=wanted"),
         ("parse_args()", "parse_args([])"),
         ("parse_args()", "parse_args(namespace=other)"),
         ("import hpctrain", "import hpctrain, sys; sys.argv.append('--epochs'); 0"),
