@@ -259,8 +259,10 @@ def check_schedule(schedule: optim.Schedule, optimizers: Sequence[Optimizer]) ->
             "remove the scheduler from the script",
         )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    highest = max((float(group.get("initial_lr", group["lr"])) for group in groups), default=None)
-    if highest is not None and schedule.least > highest:
+    # Without a least rate, no tensor is read from its device.
+    rates = [float(group.get("initial_lr", group["lr"])) for group in groups if schedule.least]
+    highest = max(rates, default=schedule.least)
+    if schedule.least > highest:
         raise UsageError(
             "HT406",
             f"--lr-min {schedule.least:g}, and the highest rate of the optimizers is {highest:g}",
