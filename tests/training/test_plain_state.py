@@ -153,7 +153,11 @@ def test_bare_value_is_refused_with_the_dict_to_write(value):
     assert caught.value.fixes[0].startswith(f'mine = {{"best": {value!r}}}')
 
 
-@pytest.mark.parametrize("value", [{"a": Path()}, [object()], {"g": random.Random()}], ids=["path", "object", "bare generator"])
+@pytest.mark.parametrize(
+    "value",
+    [{"a": Path()}, [object()], {"g": random.Random()}],
+    ids=["path", "object", "bare generator"],
+)
 def test_value_that_no_checkpoint_can_restore_is_refused_when_the_run_is_made(value):
     with session(batch_size=4) as opened, pytest.raises(UsageError, match="'mine'") as caught:
         opened.run(state={"mine": value})
