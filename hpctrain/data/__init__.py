@@ -9,7 +9,7 @@ from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.data.datasets import Images, load
-    from hpctrain.data.epochs import begin_epoch, steps_of_epoch
+    from hpctrain.data.epochs import SHARED, begin_epoch, counts_itself, share, steps_of_epoch
     from hpctrain.data.feed import Placement
     from hpctrain.data.images import (
         IGNORED,
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
         SyntheticImages,
     )
     from hpctrain.data.loader import Loader, check_arguments
-    from hpctrain.data.own_loaders import begin_own, check_own, fingerprint, refuse_same, samples
+    from hpctrain.data.own_loaders import batch_size, check_own, samples, without_bar
     from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
     from hpctrain.data.shards import FolderSource, ShardSource, Source, image_source, same_classes
+    from hpctrain.data.shared_loader import SharedLoader, Sharing, weighed
+    from hpctrain.data.shared_stream import SharedStream, end_together
 
 __all__ = [
     "IGNORED",
+    "SHARED",
     "CenterCrop",
     "EvaluationSampler",
     "FolderSource",
@@ -36,27 +39,33 @@ __all__ = [
     "Placement",
     "RandomResizedCrop",
     "ShardSource",
+    "SharedLoader",
+    "SharedStream",
+    "Sharing",
     "Source",
     "SyntheticImages",
     "TrainingSampler",
+    "batch_size",
     "begin_epoch",
-    "begin_own",
     "check_arguments",
     "check_own",
-    "fingerprint",
+    "counts_itself",
+    "end_together",
     "image_source",
     "load",
-    "refuse_same",
     "same_classes",
     "samples",
+    "share",
     "steps_of_epoch",
+    "weighed",
+    "without_bar",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
         "datasets": ("Images", "load"),
-        "epochs": ("begin_epoch", "steps_of_epoch"),
+        "epochs": ("SHARED", "begin_epoch", "counts_itself", "share", "steps_of_epoch"),
         "feed": ("Placement",),
         "images": (
             "IGNORED",
@@ -67,8 +76,10 @@ __getattr__ = lazy(
             "SyntheticImages",
         ),
         "loader": ("Loader", "check_arguments"),
-        "own_loaders": ("begin_own", "check_own", "fingerprint", "refuse_same", "samples"),
+        "own_loaders": ("batch_size", "check_own", "samples", "without_bar"),
         "sampler": ("EvaluationSampler", "TrainingSampler"),
         "shards": ("FolderSource", "ShardSource", "Source", "image_source", "same_classes"),
+        "shared_loader": ("SharedLoader", "Sharing", "weighed"),
+        "shared_stream": ("SharedStream", "end_together"),
     },
 )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
-from hpctrain.process import seeds
+from hpctrain.process import random_states, seeds
 
-__all__ = ["Seeded", "draws"]
+__all__ = ["Seeded", "draws", "kept"]
 
 
 def draws(dataset: Dataset[Any]) -> bool:
@@ -30,12 +30,12 @@ def draws(dataset: Dataset[Any]) -> bool:
 
 
 class Seeded(Dataset[Any]):
-    """Data set whose random transforms depend only on seed, epoch and index.
+    """Data set whose random transforms depend only on seed, epoch and the sample's key.
 
     They do not depend on the rank, the worker process, earlier samples, or the step of a resume.
     The generators of torch, Python and NumPy are seeded before each sample, and restored if this
     process also trains. A data set with its own `__getitems__` returns whole batches, so its stream
-    depends on the first index of the batch.
+    depends on the first key of the batch.
 
     Args:
         dataset: data set with `__getitem__`.
@@ -48,26 +48,34 @@ class Seeded(Dataset[Any]):
         # Subset's own __getitems__ may fetch sample by sample.
         self._whole = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
 
-    def __getitems__(self, batch: tuple[int, Sequence[int]]) -> Sequence[Any]:
+    def __getitems__(self, batch: tuple[int, Sequence[Any], Sequence[int]]) -> Any:
         """Return the samples of a batch.
 
         Args:
-            batch: epoch and indices.
+            batch: epoch, indices, and for each index the key of its random numbers.
         """
-        epoch, indices = batch
-        with _put_back():
-            if self._whole:
-                self._set(epoch, indices[0])
-                samples: Sequence[Any] = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-                return samples
-            samples = []
-            for index in indices:
-                self._set(epoch, index)
-                samples.append(self.dataset[index])
-            return samples
+        with kept():
+            return self.samples(*batch)
 
-    def _set(self, epoch: int, index: int) -> None:
-        seed = seeds.derive("sample", self.seed, epoch, index)
+    def samples(self, epoch: int, indices: Sequence[Any], keys: Sequence[int]) -> Sequence[Any]:
+        """Return the samples of a batch, and leave the generators as the last sample did.
+
+        Args:
+            epoch, indices, keys: as for `__getitems__`.
+        """
+        if self._whole:
+            self.set(epoch, keys[0])
+            samples: Sequence[Any] = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            return samples
+        samples = []
+        for index, key in zip(indices, keys, strict=True):
+            self.set(epoch, key)
+            samples.append(self.dataset[index])
+        return samples
+
+    def set(self, epoch: int, key: int) -> None:
+        """Seed the generators for a sample."""
+        seed = seeds.derive("sample", self.seed, epoch, key)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
@@ -75,17 +83,13 @@ class Seeded(Dataset[Any]):
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
+def kept() -> Iterator[None]:
     """Restore the generators at the end, except in a worker, where nothing else uses them."""
     if get_worker_info() is not None:
         yield
         return
-    numpy = sys.modules.get("numpy")
-    before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    before = random_states.states()
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
+        random_states.restore(before)

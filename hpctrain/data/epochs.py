@@ -1,46 +1,68 @@
 """Epochs of a loader: their length, and their start at the position of a run."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.data.feed import Placement, feed
 from hpctrain.data.loader import Loader
+from hpctrain.data.own_loaders import without_bar
 from hpctrain.data.sampler import TrainingSampler
-from hpctrain.errors import UsageError
-from hpctrain.process import signals
-from hpctrain.process.logging import logger
+from hpctrain.data.shared_loader import SharedLoader, Sharing
+from hpctrain.data.shared_stream import SharedStream
 
-__all__ = ["begin_epoch", "steps_of_epoch"]
+__all__ = ["SHARED", "begin_epoch", "counts_itself", "share", "steps_of_epoch"]
 
 
-def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
-    """Return the number of optimizer steps of an epoch; None if the loader has no length.
+SHARED = (SharedLoader, SharedStream)
+
+
+def counts_itself(loader: Iterable[Any]) -> bool:
+    """Return whether a loader can begin at any batch, and has only those of this rank.
 
     Args:
-        loader: loader of `session.loader()`, or any iterable of batches.
-        accumulate: micro-batches per step on one rank.
-
-    Raises:
-        UsageError: an epoch has no step.
+        loader: loader of `session.loader()`, a range, or any iterable of batches.
     """
-    sampler = loader.sampler if isinstance(loader, Loader) else None
-    if isinstance(sampler, TrainingSampler):
-        return sampler.steps
-    if not isinstance(loader, Sized):
-        return None
-    try:
-        batches = len(loader)
-    except (TypeError, NotImplementedError):  # the data set of a DataLoader may have no length
-        return None
-    if batches < accumulate:
-        raise UsageError(
-            "HT506",
-            f"a loader of {batches} batches, but a step takes {accumulate} micro-batches",
-            "at least one step in each epoch",
-            f"--accumulate {batches}" if batches else "a loader with samples",
-            "smaller batches" if batches else "",
-        )
-    return batches // accumulate
+    return isinstance(loader, range) or (
+        isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler)
+    )
+
+
+def steps_of_epoch(loader: Any, accumulate: int) -> int:
+    """Return the number of optimizer steps of an epoch.
+
+    Args:
+        loader: training loader of `session.loader()`, or a range.
+        accumulate: micro-batches per step on one rank.
+    """
+    steps: int = len(loader) // accumulate if isinstance(loader, range) else loader.sampler.steps
+    return steps
+
+
+def share(source: Iterable[Any], sharing: Sharing, split: bool) -> SharedLoader | SharedStream:
+    """Return a loader of the script as the ranks share it; the same one for the same DataLoader.
+
+    Args:
+        source: any iterable of batches, or what this function returned.
+        sharing: how the ranks share the batches.
+        split: whether the batch size of a DataLoader is that of all ranks.
+    """
+    if isinstance(source, SHARED):
+        return source
+    known = getattr(source, "__dict__", {}).get(_SHARED)
+    if known is not None and known.events is sharing.events:  # of the same session
+        shared: SharedLoader | SharedStream = known
+        return shared
+    if not isinstance(source, DataLoader):
+        return SharedStream(source, sharing, split)
+    kind = SharedStream if isinstance(source.dataset, IterableDataset) else SharedLoader
+    shared = kind(source, sharing, split)
+    setattr(source, _SHARED, shared)
+    return shared
+
+
+_SHARED = "_hpctrain_shared"
 
 
 def begin_epoch(
@@ -53,7 +75,8 @@ def begin_epoch(
     """Return an iterator over the micro-batches of an epoch, from a given one on.
 
     Args:
-        loader: loader of `session.loader()`, or any iterable, whose batches are moved here.
+        loader: loader of `session.loader()`, a range, or a shared loader that has begun the epoch;
+            each may be in a tqdm bar.
         samplers: samplers of all training loaders, including loaders that the script has wrapped.
         placement: device and format of the batches.
         epoch: number of the epoch, from 0.
@@ -61,13 +84,10 @@ def begin_epoch(
     """
     for sampler in samplers:
         sampler.epoch, sampler.first = epoch, 0
-    if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
-        loader.sampler.first = first
-        return iter(loader)
-    with signals.blocked():
-        iterator = feed(iter(loader), placement)
-    if first:
-        logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
-        for _ in range(first):
-            next(iterator, None)
-    return iterator
+    inner = without_bar(loader)
+    if isinstance(inner, range):
+        return iter(inner[first:])
+    if not counts_itself(inner):
+        return feed(iter(loader), placement)
+    inner.sampler.first = first
+    return iter(loader)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.feed import Placement, feed
@@ -15,7 +15,7 @@ from hpctrain.process import seeds, signals
 from hpctrain.process.events import Events
 from hpctrain.process.phases import EVALUATING
 
-__all__ = ["Loader", "check_arguments"]
+__all__ = ["Begin", "Loader", "check_arguments", "evaluated"]
 
 
 class Loader:
@@ -64,7 +64,7 @@ class Loader:
             pin_memory=placement.device.type == "cuda",
             persistent_workers=workers > 0,
             generator=self._generator,
-            worker_init_fn=_Begin(arguments.pop("worker_init_fn", None)) if workers else None,
+            worker_init_fn=Begin(arguments.pop("worker_init_fn", None)) if workers else None,
             **arguments,
         )
 
@@ -81,7 +81,8 @@ class Loader:
             loaded = iter(self._loader)
         batches = feed(loaded, self._placement, self._on_device)
         if isinstance(sampler, EvaluationSampler):
-            return self._evaluated(sampler, batches)
+            idle = sampler.idle if sampler.uneven else None
+            return evaluated(self._events, batches, len(self), idle)
         return self._weighed(sampler, batches) if sampler.uneven else batches
 
     def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
@@ -93,15 +94,26 @@ class Loader:
         finally:
             self._events.weight(1.0)
 
-    def _evaluated(self, sampler: EvaluationSampler, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; report the phase before each batch is fetched, and an uneven end."""
-        self._events.phase(EVALUATING)
-        for number, batch in enumerate(batches):
-            self._events.evaluated(number, len(self))
-            yield batch
-            self._events.phase(EVALUATING)
-        if sampler.uneven:
-            self._events.exhausted(sampler.idle)
+
+def evaluated(
+    events: Events, batches: Iterator[Any], count: int, idle: bool | None = None
+) -> Iterator[Any]:
+    """Yield the batches of an evaluation; report the phase before each batch is fetched.
+
+    Args:
+        events: receives the phase, the number of each batch, and an uneven end.
+        batches: batches of this rank.
+        count: number of batches of this rank; 0 if unknown.
+        idle: whether a rank has no batch; None if all ranks have equally many.
+    """
+    events.phase(EVALUATING)
+    for number, batch in enumerate(batches):
+        if count:
+            events.evaluated(number, count)
+        yield batch
+        events.phase(EVALUATING)
+    if idle is not None:
+        events.exhausted(idle)
 
 
 def check_arguments(
@@ -162,7 +174,7 @@ _OWN_ARGUMENTS = {
 }
 
 
-class _Begin:
+class Begin:
     """Start function of a worker process.
 
     Args:
@@ -173,7 +185,12 @@ class _Begin:
         self._master, self._init_fn = os.getpid(), init_fn
 
     def __call__(self, worker: int) -> None:
+        """Begin in the worker process, with the worker's number."""
         signals.obey_parent(self._master)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Seeded):
+            # The script's function expects its own data set. torch makes the attribute read-only.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._init_fn is not None:
             self._init_fn(worker)
 
@@ -187,6 +204,6 @@ class _WithEpoch:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+    def __iter__(self) -> Iterator[tuple[int, list[int], list[int]]]:
         epoch = self._sampler.epoch
-        return ((epoch, indices) for indices in self._sampler)
+        return ((epoch, indices, indices) for indices in self._sampler)

@@ -1,7 +1,8 @@
-"""Checks of a script's own loaders: a separate part for each rank, and the right batch size."""
+"""Facts about a script's own loaders: batch size, sampler, and the first batch of each rank."""
 
 import hashlib
-from collections.abc import Iterable
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -16,47 +18,46 @@ from torch.utils.data import (
 )
 
 from hpctrain.arguments import Batches, Options
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 from hpctrain.process.pytree import map_tensors
 
-__all__ = ["begin_own", "check_own", "fingerprint", "refuse_same", "samples"]
+__all__ = [
+    "batch_size",
+    "begin_own",
+    "check_own",
+    "divided",
+    "draws_at_first",
+    "fingerprint",
+    "sampler_of",
+    "samples",
+    "split_themselves",
+    "without_bar",
+]
 
-# Each iterates over the whole data set on every rank.
-_UNDIVIDED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+# The samplers of torch that draw all random numbers, or the seed of them, with the first index.
+_DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def check_own(loader: Any, options: Options, batches: Batches, world_size: int) -> None:
-    """Check the sampler and batch size of a DataLoader, before its first batch.
+def check_own(loader: Any, options: Options, batches: Batches, parts: int = 1) -> None:
+    """Check the batch size of a DataLoader, before its first batch.
 
     Args:
-        loader: any iterable of batches; only a DataLoader, or tqdm's bar around one, is checked.
+        loader: any iterable of batches; only a DataLoader is checked.
         options: options of the session.
         batches: batch sizes of the session.
-        world_size: number of ranks.
+        parts: number of micro-batches that a batch is cut into.
 
     Raises:
-        UsageError: every rank would see all samples; or the batch size differs from that of the
-            session, or is missing.
+        UsageError: the batch size differs from that of the session, or is missing.
     """
-    loader = _without_bar(loader)
     if not isinstance(loader, DataLoader):
         return
-    sampler = _sampler(loader)
-    if world_size > 1 and type(sampler) in _UNDIVIDED and not options.same_data:
-        raise UsageError(
-            "HT508",
-            f"a DataLoader with a {type(sampler).__name__}, on {world_size} ranks: each rank "
-            f"would go through all {len(sampler):,} samples",
-            "a loader that gives each rank its part of the data set",
-            "session.loader(dataset, collate_fn=…)",
-            "DataLoader(…, sampler=DistributedSampler(dataset, session.world.world_size, "
-            "session.world.rank))",
-            "--same-data (if you want this)",
-        )
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    size = batch_size(loader, parts)
     size_given = options.batch_size is not None or options.global_batch is not None
-    if loader.batch_size is None and loader.batch_sampler is None and not size_given:
+    whole = isinstance(loader.sampler, BatchSampler)  # then an index is a list of them
+    if loader.batch_size is None and loader.batch_sampler is None and not (size_given or whole):
         raise UsageError(
             "HT509",
             "a DataLoader without batches: its batch_size is None, as args.batch_size is before "
@@ -77,10 +78,55 @@ def check_own(loader: Any, options: Options, batches: Batches, world_size: int) 
         )
 
 
+def batch_size(loader: DataLoader[Any], parts: int) -> int | None:
+    """Return the number of samples of a micro-batch; None if it is not known before the batches.
+
+    Args:
+        loader: DataLoader of the script.
+        parts: number of micro-batches that a batch is cut into.
+
+    Raises:
+        UsageError: a batch cannot be cut into equal parts.
+    """
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    if size % parts:
+        below, above = size // parts * parts, -(-size // parts) * parts
+        raise UsageError(
+            "HT505",
+            f"split_batches=True, and a DataLoader with batches of {size} for {parts} micro-batches"
+            " in a step",
+            f"a multiple of {parts}",
+            f"batch_size={below}" if below else "",
+            f"batch_size={above}",
+        )
+    return size // parts
+
+
+def divided(loader: DataLoader[Any], world_size: int) -> bool:
+    """Return whether the sampler of a DataLoader gives each rank its part, as DistributedSampler.
+
+    Args:
+        loader: DataLoader of the script.
+        world_size: number of ranks.
+    """
+    return any(
+        getattr(owner, "num_replicas", None) == world_size and hasattr(owner, "rank")
+        for owner in (loader.batch_sampler, sampler_of(loader))
+    )
+
+
+def draws_at_first(sampler: Any) -> bool:
+    """Return whether a sampler is known to draw its random numbers with the first index."""
+    return type(sampler) in _DRAW_AT_FIRST
+
+
 def begin_own(loader: Any, epoch: int, seed: int) -> None:
     """Prepare a DataLoader for an epoch, so that a resumed run gets the same batches.
 
-    A sampler with `set_epoch`, such as DistributedSampler, gets the epoch. A generator of the
+    A sampler with `set_epoch`, such as DistributedSampler, gets the epoch, and an IterableDataset
+    with it too. A generator of the
     loader or sampler is seeded from the run's seed, the generator's first seed and the epoch.
 
     Args:
@@ -88,11 +134,11 @@ def begin_own(loader: Any, epoch: int, seed: int) -> None:
         epoch: number of the epoch, from 0.
         seed: seed of the run.
     """
-    loader = _without_bar(loader)
     if not isinstance(loader, DataLoader):
         return
-    sampler = _sampler(loader)
-    for owner in (sampler, loader.batch_sampler):
+    sampler = sampler_of(loader)
+    streams = isinstance(loader.dataset, IterableDataset)
+    for owner in (sampler, loader.batch_sampler, loader.dataset if streams else None):
         if callable(set_epoch := getattr(owner, "set_epoch", None)):
             set_epoch(epoch)
     owners = {getattr(owner, "generator", None): owner for owner in (loader, sampler)}
@@ -121,7 +167,7 @@ def samples(batch: Any) -> int | None:
 
 
 def fingerprint(batch: Any) -> str:
-    """Return a digest of a batch's tensors; empty if the batch has no tensor."""
+    """Return a digest of a batch's tensors, or of the batch; empty if it has none of a value."""
     digest, count = hashlib.blake2b(digest_size=16), 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -133,38 +179,47 @@ def fingerprint(batch: Any) -> str:
         return tensor
 
     map_tensors(add, batch)
-    return digest.hexdigest() if count else ""
+    if not count:
+        try:
+            digest.update(pickle.dumps(batch))
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return ""
+    return digest.hexdigest()
 
 
-def refuse_same(fingerprints: Iterable[str]) -> None:
-    """Check on rank 0 that the first batches of all ranks differ.
+def split_themselves(fingerprints: Sequence[str]) -> bool:
+    """Return whether the ranks begin with different batches, or with the same one.
 
     Args:
-        fingerprints: fingerprint of each rank's first batch.
+        fingerprints: fingerprint of each rank's first batch; empty if unknown.
 
     Raises:
-        UsageError: two ranks have the same batch.
+        UsageError: some ranks have the same batch, and others another one.
     """
-    first: dict[str, int] = {}
+    if "" in fingerprints or len(set(fingerprints)) == len(fingerprints):
+        return True
+    ranks: dict[str, list[int]] = {}
     for rank, digest in enumerate(fingerprints):
-        if digest and digest in first:
-            raise UsageError(
-                "HT508",
-                f"ranks {first[digest]} and {rank} begin with the same batch",
-                "a different part of the data on each rank",
-                "session.loader(dataset)",
-                "let your loader take every world_size-th batch, from session.world.rank on",
-                "--same-data (if you want this)",
-            )
-        first[digest] = rank
+        ranks.setdefault(digest, []).append(rank)
+    if len(ranks) > 1:
+        same = next(those for those in ranks.values() if len(those) > 1)
+        raise UsageError(
+            "HT508",
+            f"{ranks_text(same)} begin with the same batch, and other ranks with another one",
+            "a different part of the data on each rank, or the same data on all",
+            "session.loader(dataset)",
+            "let your loader take every world_size-th batch, from session.world.rank on",
+            "--same-data (if you want this)",
+        )
+    return False
 
 
-def _without_bar(loader: Any) -> Any:
+def without_bar(loader: Any) -> Any:
     """Return the loader inside of a tqdm bar, or the loader itself."""
     return getattr(loader, "iterable", loader)
 
 
-def _sampler(loader: DataLoader[Any]) -> Any:
+def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler of single samples, also from inside of a plain BatchSampler."""
     batched = loader.batch_sampler
     return batched.sampler if type(batched) is BatchSampler else loader.sampler

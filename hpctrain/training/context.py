@@ -1,22 +1,31 @@
 """Context of a training on one rank: what its parts share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.arguments import Batches, Options
+from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.backends.base import Backend
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
-from hpctrain.data import Placement, TrainingSampler
+from hpctrain.data import (
+    Placement,
+    SharedLoader,
+    SharedStream,
+    Sharing,
+    TrainingSampler,
+    batch_size,
+    share,
+)
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process.events import Events
+from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Roster
 from hpctrain.training.preemption import Preemption
 
@@ -49,6 +58,8 @@ class Context:
         models, optimizers: prepared models and optimizers, in the order of preparation.
         samplers: samplers of the loaders of training sets.
         datasets: data sets of the loaders, in the order in which the loaders were created.
+        adopted: whether the batch size is that of a prepared loader.
+        stream: loader of the script that the run is in, if its state may be in the checkpoint.
         ema: moving average of the prepared models' weights; None without `--ema`.
         weight: weight of the current micro-batch in its step; 1 if all have the same number of
             samples.
@@ -76,8 +87,43 @@ class Context:
     optimizers: list[Optimizer] = field(default_factory=list)
     samplers: list[TrainingSampler] = field(default_factory=list)
     datasets: list[Dataset[Any]] = field(default_factory=list)
+    adopted: bool = False
+    stream: SharedStream | None = None
     ema: EMA | None = None
     weight: float = 1.0
     micro_batch: int = 0
     in_body: bool = False
     stepped: bool = False
+
+    def share(self, loader: Any, split: bool = False) -> SharedLoader | SharedStream:
+        """Return a loader of the script as the ranks share it; see `data.share`."""
+        options, world = self.options, self.world
+        sharing = Sharing(
+            world.rank,
+            world.world_size,
+            self.batches.accumulate,
+            options.seed,
+            options.same_data,
+            self.placement,
+            self.events,
+            self.backend.all_gather_text,
+        )
+        return share(loader, sharing, split)
+
+    def adopt(self, shared: SharedLoader | SharedStream) -> None:
+        """Take the batch size of a prepared loader, unless an option or a loader has set it."""
+        options, source = self.options, shared.source
+        given = options.batch_size or options.global_batch or self.adopted or self.samplers
+        if isinstance(source, DataLoader):
+            size = batch_size(source, shared.parts)
+            if size is not None and not given:
+                self.adopted = True
+                options = replace(options, batch_size=size)
+                self.batches = batches = plan_batches(options, self.world.world_size)
+                logger.info(
+                    "the batch size is that of the DataLoader: global batch %d = %d × %d × %d",
+                    batches.global_batch,
+                    batches.batch_size,
+                    batches.accumulate,
+                    self.world.world_size,
+                )

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import data
 from hpctrain.arguments import Given, Options, named
@@ -151,7 +151,9 @@ class Session(Collectives):
         """Prepared optimizers, in the order of preparation."""
         return self._context.optimizers
 
-    def prepare(self, *things: nn.Module | Optimizer) -> Any:
+    def prepare(
+        self, *things: nn.Module | Optimizer | DataLoader[Any], split_batches: bool = False
+    ) -> Any:
         """Move models and optimizers to the device and precision, and connect them to all ranks.
 
         A later call adds further objects: another model, or an optimizer that replaces one with the
@@ -161,25 +163,40 @@ class Session(Collectives):
         change models: `--sync-batchnorm`, `--channels-last`, `--compile`. Options that change
         optimizers: `--decay`, `--lr-scaling`.
 
+        A DataLoader is shared by the ranks: `run.batches` trains with it as with one that was not
+        prepared, and any other iteration is an evaluation, which uses each sample once, over all
+        ranks. Without `--batch-size` and `--global-batch`, the batch size of the first one is that
+        of the session.
+
+        Args:
+            things: models, optimizers and DataLoaders.
+            split_batches: whether the batch size of the DataLoaders is that of all ranks and
+                accumulated micro-batches together (default: that of one micro-batch).
+
         Returns:
             The prepared objects in the given order; for one argument, the object itself.
 
         Raises:
-            UsageError: an object is neither a model nor an optimizer; a model does not fit the file
-                of `--init-from`; an optimizer has parameters of no prepared model, or has a
-                scheduler that has already read values which an option changes; or another rank does
-                something else.
+            UsageError: an object is none of these; a model does not fit the file of `--init-from`; an
+                optimizer has parameters of no prepared model, or has a scheduler that has already
+                read values which an option changes; or another rank does something else.
         """
         for thing in things:
-            if not isinstance(thing, (nn.Module, Optimizer)):
+            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, *data.SHARED)):
                 raise UsageError(
                     "HT606",
                     f"prepare() got a {type(thing).__name__}",
-                    "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
-                    "session.loader(dataset) is for data",
+                    "models (torch.nn.Module), optimizers (torch.optim.Optimizer) and DataLoaders",
+                    "session.loader(dataset) is for data sets",
                 )
         meet(self.backend, "session.prepare()")
-        context, prepared = self._context, list(things)
+        context = self._context
+        prepared: list[Any] = list(things)
+        for place, thing in enumerate(things):
+            if not isinstance(thing, (nn.Module, Optimizer)):
+                prepared[place] = shared = context.share(thing, split_batches)
+                context.adopt(shared)
+        self.batches = context.batches
         models, optimizers = context.models, context.optimizers
         for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):

@@ -65,6 +65,7 @@ class Restored:
         position: position at which the run continues.
         random: random states of this rank; None if the number of ranks has changed.
         log: values of this rank for the next row of metrics; None as for `random`.
+        stream: state of the script's own loader on this rank, if it has one; None as for `random`.
         left: states of objects that the script has not created yet, by name.
         later: groups of parameters that the script has not added to its optimizers yet.
     """
@@ -72,6 +73,7 @@ class Restored:
     position: Position
     random: dict[str, Any] | None
     log: dict[str, Any] | None
+    stream: Any
     left: dict[str, Any]
     later: "list[LaterGroups]"
 
@@ -159,9 +161,10 @@ def gather(
     values = {
         name: plain_state.copied(one) for name, one in others.items() if plain_state.is_plain(one)
     }
-    ranks = context.backend.gather_object(
-        {**_of_this_rank(context), "log": dict(log), "values": values}
-    )
+    own = {**_of_this_rank(context), "log": dict(log), "values": values}
+    if context.stream is not None:
+        own["stream"] = context.stream.state_at(position.batches(context.batches.accumulate))
+    ranks = context.backend.gather_object(own)
     if context.world.rank > 0:
         return None
     state = {
@@ -273,10 +276,10 @@ def restore(
                 "the same kind, and the same shape of a tensor",
                 "--run-dir DIR for another directory",
             )
-    random = log = None
+    random = log = stream = None
     if len(state["ranks"]) == context.world.world_size:
         own = state["ranks"][context.world.rank]
-        random, log = own["random"], own.get("log")
+        random, log, stream = own["random"], own.get("log"), own.get("stream")
         _fill_buffers(context.models, own["buffers"])
     place = Position(
         position["step"],
@@ -287,7 +290,7 @@ def restore(
     )
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
-    return Restored(place, random, log, left, list(later.values()))
+    return Restored(place, random, log, stream, left, list(later.values()))
 
 
 class LaterGroups:

@@ -26,7 +26,7 @@ from hpctrain.process.phases import (
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, prepare
 from hpctrain.training.checkpoint_manager import CheckpointManager
-from hpctrain.training.consensus import Consensus, meet, on_rank_zero
+from hpctrain.training.consensus import Consensus, meet
 from hpctrain.training.context import Context
 from hpctrain.training.gradient_guard import watch_clipping
 from hpctrain.training.gradients import Gradients
@@ -87,7 +87,7 @@ class Run:
         self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
         self._compared = False  # whether the ranks have compared their data sets
         self._compares = _FIRST_STEPS  # steps left in which the ranks compare their weights
-        self._looked = False  # whether the first batch of a script's own loader was checked
+        self._stream_state: Any = None  # saved state of a script's own loader, until it begins
         self._begun = False  # whether the loop has requested the batches of this epoch
         self._cut_short = False  # whether --max-steps ended the current epoch early
         self._stop: str | None = None  # why all ranks stop, after their consensus
@@ -182,7 +182,7 @@ class Run:
         self._epoch_step = position.epoch_step
         self._batches = position.batches(self._context.batches.accumulate)
         self._later = resumed.later
-        self._random = resumed.random
+        self._random, self._stream_state = resumed.random, resumed.stream
         limit = self._context.options.max_steps
         if limit is not None and self.step > limit:
             raise UsageError(
@@ -252,9 +252,12 @@ class Run:
         """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.
 
         Args:
-            loader: loader of `session.loader()`, or any other iterable of batches, which are then
-                moved to the device. Another iterable cannot skip batches: a run that resumes inside
-                an epoch fetches the earlier batches again and drops them.
+            loader: loader of `session.loader()`, or any other iterable of batches, which are split
+                over the ranks and moved to the device. A DataLoader over a data set with indices
+                is split by the order of its sampler, and a run that resumes inside an epoch skips
+                in this order. Another iterable that splits itself is left alone; of one that is
+                the same on all ranks, each rank takes its part. Its `state_dict()` is saved, if it
+                has one; without it, a resumed run fetches the earlier batches and drops them.
 
         Raises:
             UsageError: second call in this epoch, or another rank has different data.
@@ -309,15 +312,37 @@ class Run:
             self._paused = time.monotonic()
             self._watch.end_batches(self.step)
 
+    def steps(self, number: int) -> Iterator[int]:
+        """Iterate over the remaining steps of a loop that draws its batches itself.
+
+        The steps are one epoch, with a checkpoint at its end. With accumulation, the body runs once
+        for each micro-batch.
+
+        Args:
+            number: number of steps; `--max-steps` overrides it.
+
+        Yields:
+            Number of steps done.
+
+        Raises:
+            Stopped: the run received a stop request.
+        """
+        context = self._context
+        steps = range((context.options.max_steps or number) * context.batches.accumulate)
+        for _ in self.epochs(1):
+            for _ in self.batches(steps):
+                yield self.step
+
     def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int | None]:
         """Return the remaining batches of this epoch, and the number of steps in a full epoch."""
-        context = self._context
-        options, batches = context.options, context.batches
-        own = not isinstance(loader, data.Loader)
-        if own:
-            data.check_own(loader, options, batches, context.world.world_size)
-            data.begin_own(loader, self.epoch, options.seed)
-        length = data.steps_of_epoch(loader, batches.accumulate)
+        context, shared = self._context, None
+        accumulate, inner = context.batches.accumulate, data.without_bar(loader)
+        if data.counts_itself(inner):
+            length: int | None = data.steps_of_epoch(inner, accumulate)
+        else:
+            shared = self._share(loader, inner)
+            length = shared.steps
+            loader = shared if inner is loader else loader  # a bar has it inside
         steps = "some" if length is None else length
         self._events.phase(WAITING)
         meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
@@ -326,7 +351,33 @@ class Run:
         iterator = data.begin_epoch(
             loader, context.samplers, context.placement, self.epoch, self._batches
         )
-        return (self._looked_at(iterator) if own else iterator), length
+        if shared is None:
+            return iterator, length
+        if shared.unequal:
+            iterator = data.end_together(iterator, context.backend)
+        return self._looked_at(data.weighed(iterator, self._events)), length
+
+    def _share(self, loader: Any, inner: Any) -> data.SharedLoader | data.SharedStream:
+        """Return a loader of the script as the ranks share it, at its place in this epoch.
+
+        Args:
+            loader: any iterable of batches.
+            inner: what is in the loader, if it is a tqdm bar, else the loader.
+        """
+        context = self._context
+        self._events.phase(WAITING)
+        meet(context.backend, f"the batches of epoch {self.epoch} of a loader of the script")
+        self._events.phase(IDLE)  # to read the earlier batches again takes its time
+        shared = context.share(inner)
+        data.check_own(shared.source, context.options, context.batches, shared.parts)
+        state, self._stream_state = self._stream_state, None
+        shared.begin(self.epoch, self._batches, state if self._batches else None)
+        context.stream = shared if isinstance(shared, data.SharedStream) else None
+        if inner is not loader:
+            loader.iterable = shared
+            if shared.steps is not None:
+                loader.total = shared.steps * context.batches.accumulate - self._batches
+        return shared
 
     def _look_around(self) -> None:
         """Check what the script has created, before the first batches of a start.
@@ -350,16 +401,8 @@ class Run:
         prepare.refuse_other_data(context.backend, hosts, context.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader created by the script; check and measure the first one.
-
-        Raises:
-            UsageError: two ranks begin with the same batch.
-        """
-        context, first = self._context, next(batches, _END)
-        if not self._looked and context.world.world_size > 1 and not context.options.same_data:
-            self._looked = True
-            seen = context.backend.gather_object("" if first is _END else data.fingerprint(first))
-            on_rank_zero(context.backend, lambda: data.refuse_same(seen))
+        """Yield the batches of a loader created by the script; measure the first one."""
+        first = next(batches, _END)
         if first is _END:
             return
         count = data.samples(first)

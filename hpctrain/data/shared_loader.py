@@ -1,0 +1,391 @@
+"""DataLoaders of a script: their batches are split over the ranks by the order of their sampler.
+
+A step is the next world_size × accumulate batches of the order. Micro-batch i of a step belongs to
+rank i mod world_size, at accumulation index i div world_size. All ranks draw the same order.
+"""
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from torch.utils.data import BatchSampler, DataLoader, Sampler, default_collate, default_convert
+
+from hpctrain.data.augmentation import Seeded, draws, kept
+from hpctrain.data.feed import Placement, feed
+from hpctrain.data.loader import Begin, evaluated
+from hpctrain.data.own_loaders import begin_own, divided, draws_at_first, sampler_of
+from hpctrain.errors import UsageError
+from hpctrain.process import seeds, signals
+from hpctrain.process.events import Events
+from hpctrain.process.random_states import RandomStream
+
+__all__ = ["Order", "SharedLoader", "Sharing", "begun", "copied", "refuse_short", "weighed"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How the ranks share the batches of a loader, and what the loader needs of the session.
+
+    Attributes:
+        rank, world_size: this rank, and the number of ranks that share.
+        accumulate: micro-batches of a step on one rank.
+        seed: seed of the run; the same on all ranks.
+        same_data: whether each rank keeps all batches of its loaders.
+        placement: device and format of the batches.
+        events: receives the beginning and the progress of an evaluation.
+        exchange: sends a text, and returns those of all ranks.
+    """
+
+    rank: int
+    world_size: int
+    accumulate: int
+    seed: int
+    same_data: bool
+    placement: Placement
+    events: Events
+    exchange: Callable[[str], list[str]]
+
+    @property
+    def slots(self) -> int:
+        """Number of micro-batches in a step."""
+        return self.world_size * self.accumulate
+
+    def alone(self) -> "Sharing":
+        """Return the same for a loader whose batches all belong to this rank."""
+        seed = seeds.derive(self.seed, self.rank)
+        return replace(self, rank=0, world_size=1, seed=seed)
+
+    def own(self, step: Sequence[T], counts: Sequence[int]) -> Iterator[tuple[T, float]]:
+        """Yield the micro-batches of this rank in a step, with their weights.
+
+        A rank without a micro-batch gets the first one of the step with weight 0.
+
+        Args:
+            step: micro-batches of a step, at most `slots`.
+            counts: count of each one; the weights are in proportion to it, with a mean of 1.
+        """
+        total = sum(counts) or 1
+        even = len(step) == self.slots and min(counts) == max(counts)
+        for place in range(self.rank, self.slots, self.world_size):
+            if place < len(step):
+                yield step[place], 1.0 if even else counts[place] * self.slots / total
+            else:
+                yield step[0], 0.0
+
+
+class Order(Sampler[tuple[int, list[Any], list[int]]]):
+    """Micro-batches of this rank, in the order of a DataLoader's sampler or batch sampler.
+
+    An element has the epoch, the indices of the samples, and their positions in the order, which
+    are the keys of their random numbers. The order is drawn step by step, so it may be endless.
+
+    Args:
+        loader: DataLoader of the script.
+        sharing: how the ranks share the batches.
+        seed: seed of the order; the same on all ranks that share it.
+        split: whether a batch of the order is a whole step, which is cut into micro-batches.
+        trains: whether the batches form steps of equal length on all ranks, with weights. Else
+            each batch is used once, by one rank.
+
+    Attributes:
+        epoch: epoch of the next iteration.
+        first: number of micro-batches of this rank to skip at the beginning of an iteration.
+        begun: whether the DataLoader has taken an element.
+        weights: weights of the micro-batches that were drawn, by their number in this iteration;
+            those of weight 1 are left out.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sharing: Sharing, seed: int, split: bool, trains: bool
+    ) -> None:
+        batched: Any = loader.batch_sampler
+        self._source: Any = loader.sampler if batched is None else batched
+        self._single = batched is None
+        self._sharing, self._seed = sharing, seed
+        self._split, self._trains = split, trains
+        plain = isinstance(self._source, BatchSampler)
+        plain = plain and type(self._source).__name__ == BatchSampler.__name__
+        self._by_samples = plain or split
+        self._draws_at_first = (plain or self._single) and draws_at_first(sampler_of(loader))
+        self._drop_last = loader.drop_last or bool(getattr(batched, "drop_last", False))
+        self.epoch = self.first = 0
+        self.begun = False
+        self.weights: dict[int, float] = {}
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps of a whole epoch; None if the sampler has no length."""
+        try:
+            count = len(self._source)
+        except (TypeError, NotImplementedError):
+            return None
+        if self._split:
+            return count
+        slots = self._sharing.slots
+        return count // slots if self._drop_last and self._trains else -(-count // slots)
+
+    def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError(f"{type(self._source).__name__} has no length")
+        return self.steps * self._sharing.accumulate - self.first
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any], list[int]]]:
+        sharing, first = self._sharing, self.first
+        self.weights.clear()
+        for number, parts in enumerate(self._steps()):
+            if not self._trains:
+                for indices, keys in parts[sharing.rank :: sharing.world_size]:
+                    yield self.epoch, indices, keys
+                continue
+            place = number * sharing.accumulate - first
+            if place + sharing.accumulate <= 0:
+                continue
+            counts = [self._count(indices) for indices, _ in parts]
+            for (indices, keys), weight in sharing.own(parts, counts):
+                if place >= 0:
+                    if weight != 1.0:
+                        self.weights[place] = weight
+                    yield self.epoch, indices, keys
+                place += 1
+
+    def _count(self, indices: list[Any]) -> int:
+        if not self._by_samples:
+            return 1
+        return len(indices[0]) if self._single else len(indices)
+
+    def _steps(self) -> Iterator[list[tuple[list[Any], list[int]]]]:
+        """Yield the micro-batches of each step: indices of the samples, and their positions."""
+        slots = self._sharing.slots
+        wanted, position = 1 if self._split else slots, 0
+        stream: Any = RandomStream(seeds.derive("order", self._seed, self.epoch))
+        self.begun = True
+        with stream:
+            batches = iter(self._source)
+        while True:
+            with stream:
+                drawn = list(islice(batches, wanted))
+            if self._draws_at_first:
+                stream = nullcontext()
+            if not drawn or (self._trains and self._drop_last and len(drawn) < wanted):
+                return
+            parts = []
+            for batch in drawn:
+                indices = [batch] if self._single else list(batch)
+                keys = list(range(position, position + len(indices)))
+                position += len(indices)
+                size = max(-(-len(indices) // slots) if self._split else len(indices), 1)
+                for start in range(0, len(indices), size):
+                    parts.append((indices[start : start + size], keys[start : start + size]))
+            yield parts
+
+
+class SharedLoader:
+    """A DataLoader of the script over a data set with indices, shared by the ranks.
+
+    `run.batches` trains with it. Any other iteration is an evaluation, which uses each sample once,
+    in the order of the sampler, without padding. Other attributes are those of the DataLoader.
+
+    Args:
+        loader: DataLoader of the script; it is not changed.
+        sharing: how the ranks share the batches.
+        split: whether the batch size of the DataLoader is that of all ranks.
+
+    Attributes:
+        source: DataLoader as given.
+        events: as in `sharing`.
+        parts: number of micro-batches that a batch of the order is cut into.
+        steps: number of steps of an epoch; None if the sampler has no length.
+        unequal: whether ranks may have different numbers of batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sharing: Sharing, split: bool) -> None:
+        self.source, self.events, self._sharing = loader, sharing.events, sharing
+        # A sampler that is divided already may count on equal random numbers on all ranks.
+        is_divided = divided(loader, sharing.world_size)
+        self._whole = not (is_divided or sharing.same_data)
+        own = sharing if self._whole else sharing.alone()
+        self.parts, self._slots = own.slots if split else 1, own.slots
+        self._seed = seed = sharing.seed if is_divided else own.seed
+        samples = _Samples(loader, own.seed)
+        self._parts: dict[bool, tuple[Order, DataLoader[Any]]] = {}
+        for trains in (True, False):
+            order = Order(loader, own, seed, split, trains)
+            self._parts[trains] = (
+                order,
+                copied(loader, dataset=samples, batch_sampler=order, collate_fn=_as_it_is),
+            )
+        self._trains = self.unequal = False
+        self.steps = self._parts[True][0].steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # for copy and pickle, which ask before there is a source
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of this rank in an epoch of training."""
+        return len(self._parts[True][0])
+
+    def begin(self, epoch: int, first: int, state: Any = None) -> None:
+        """Prepare the next iteration for training; called by all ranks.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            first: number of micro-batches of this rank to skip.
+            state: not used, as the order needs none.
+
+        Raises:
+            UsageError: an epoch has no step.
+        """
+        del state
+        order, sharing = self._parts[True][0], self._sharing
+        order.epoch, order.first, self._trains = epoch, first, True
+        if sharing.world_size > 1 and not self._whole:
+            lengths = sharing.exchange("" if order.steps is None else str(order.steps))
+            self.unequal = "" in lengths or len(set(lengths)) > 1
+            self.steps = None if "" in lengths else min(map(int, lengths))
+        if self.steps == 0:
+            refuse_short(len(self.source), self._slots)
+
+    def state_at(self, number: int) -> None:
+        """Return nothing, as a later start skips in the order."""
+        del number
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
+        trains, self._trains = self._trains, False
+        order, own = self._parts[trains]
+        begin_own(self.source, order.epoch, self._sharing.seed)
+        order.begun = False
+        batches = begun(own, RandomStream(seeds.derive("loader", self._seed, order.epoch)))
+        if trains:
+            return self._weighed(order, batches)
+        self.events.evaluation()
+        count = 0 if order.steps is None else len(order)
+        return evaluated(self.events, feed(batches, self._sharing.placement), count)
+
+    def _weighed(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+        for number, batch in enumerate(batches):
+            if not order.begun:
+                raise UsageError(
+                    "HT508",
+                    f"a {type(self.source).__name__} that does not read its batch_sampler, so that "
+                    "its batches cannot be divided",
+                    "a DataLoader whose __iter__ is that of torch",
+                    "session.loader(dataset)",
+                    "--same-data (if each rank is to have all samples)",
+                )
+            yield batch, order.weights.pop(number, 1.0)
+
+
+class _Samples(Seeded):
+    """Collated batches of a DataLoader, whose random numbers follow from the place in the order.
+
+    Args:
+        loader: DataLoader of the script.
+        seed: seed of the run.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        super().__init__(loader.dataset, seed)
+        self._collate, self._single = loader.collate_fn, loader.batch_sampler is None
+        plain = loader.collate_fn in (default_collate, default_convert)
+        self._random = draws(loader.dataset) or not plain
+
+    def __getitems__(self, batch: tuple[int, Sequence[Any], Sequence[int]]) -> Any:
+        """Return a batch as `collate_fn` returns it.
+
+        Args:
+            batch: epoch, indices, and for each index the key of its random numbers.
+        """
+        epoch, indices, keys = batch
+        with kept() if self._random else nullcontext():
+            if self._single:
+                if self._random:
+                    self.set(epoch, keys[0])
+                return self._collate(self.dataset[indices[0]])
+            if self._random:
+                return self._collate(list(self.samples(epoch, indices, keys)))
+            fetch: Any = getattr(self.dataset, "__getitems__", None)
+            return self._collate(
+                fetch(indices) if fetch else [self.dataset[index] for index in indices]
+            )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Return a batch that is collated already."""
+    return batch
+
+
+def copied(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a copy of a DataLoader with some attributes changed.
+
+    Its workers end with this process, and its batches come in order.
+
+    Args:
+        loader: DataLoader of any class.
+        changes: new values; torch would refuse to set some of them.
+    """
+    own = copy.copy(loader)
+    if loader.num_workers:
+        changes["worker_init_fn"] = Begin(loader.worker_init_fn)
+    vars(own).update(changes, in_order=True, _iterator=None)
+    return own
+
+
+def begun(loader: Iterable[Any], stream: RandomStream) -> Iterator[Any]:
+    """Return the iterator of a loader, whose workers leave the signals to this process.
+
+    Args:
+        loader: loader of the script.
+        stream: random numbers for what the loader draws as it begins.
+    """
+    with signals.blocked(), stream:
+        iterator = iter(loader)
+        if isinstance(iterator, Generator) and getattr(loader, "num_workers", 0) > 0:
+            # The workers of a subclass with its own __iter__ start with its first batch.
+            return chain(list(islice(iterator, 1)), iterator)
+        return iterator
+
+
+def weighed(batches: Iterator[tuple[Any, float]], events: Events) -> Iterator[Any]:
+    """Yield the batches; report the weight of each one first, if it is another one than before.
+
+    Args:
+        batches: micro-batches of this rank, and their weights.
+        events: receives the weights.
+    """
+    last = 1.0
+    try:
+        for batch, weight in batches:
+            if weight != last:
+                events.weight(weight)
+                last = weight
+            yield batch
+    finally:
+        if last != 1.0:
+            events.weight(1.0)
+
+
+def refuse_short(batches: int, slots: int) -> None:
+    """Refuse a loader that has no step in an epoch.
+
+    Args:
+        batches: number of batches of the order.
+        slots: number of micro-batches in a step.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        "HT506",
+        f"a loader of {batches} batches, but a step takes {slots} micro-batches",
+        "at least one step in each epoch",
+        "smaller batches" if batches else "a loader with samples",
+        "drop_last=False" if batches else "",
+    )

@@ -1,0 +1,302 @@
+"""Streams of batches without an order of indices, split over the ranks as they are read."""
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from hpctrain.backends.base import Backend
+from hpctrain.cluster.texts import ranks_text
+from hpctrain.data.feed import feed
+from hpctrain.data.loader import Loader, evaluated
+from hpctrain.data.own_loaders import begin_own, fingerprint, samples, split_themselves
+from hpctrain.data.shared_loader import Sharing, begun, copied, refuse_short
+from hpctrain.errors import UsageError
+from hpctrain.process import seeds
+from hpctrain.process.logging import logger
+from hpctrain.process.random_states import RandomStream
+
+__all__ = ["SharedStream", "end_together"]
+
+
+class SharedStream:
+    """Any iterable of batches, shared by the ranks.
+
+    The ranks compare their first batches. If all of them differ, the stream splits itself over the
+    ranks, and is left alone. If all of them are equal, each rank reads everything, and batch i
+    belongs to rank i mod world_size.
+
+    `run.batches` trains with it. Any other iteration is an evaluation, which uses each batch once.
+    Other attributes are those of the source.
+
+    Args:
+        source: iterable of batches; a DataLoader is not changed.
+        sharing: how the ranks share the batches.
+        split: whether the batch size of a DataLoader is that of all ranks.
+
+    Attributes:
+        source: iterable as given.
+        events: as in `sharing`.
+        parts: number of micro-batches that a batch of the given size is cut into.
+        steps: number of steps of an epoch; None if unknown.
+        unequal: whether ranks may have different numbers of batches.
+    """
+
+    def __init__(self, source: Iterable[Any], sharing: Sharing, split: bool) -> None:
+        self.source, self.events, self._sharing = source, sharing.events, sharing
+        self.parts = sharing.slots if split else 1
+        self.steps: int | None = None
+        self.unequal = False
+        self._own: Any = source
+        self._by_node = False  # whether the source is split by its own library
+        self._looked = self._told = False
+        self._trained: Iterator[Any] | None = None
+        self._next = 0  # first micro-batch of this rank that is not read yet
+        self._states: dict[int, Any] = {}  # states of the source, by the next micro-batch
+        if isinstance(source, DataLoader):
+            dataset, self._by_node = _of_node(source.dataset, sharing)
+            changes: dict[str, Any] = {"dataset": dataset}
+            if split and source.batch_size is not None:
+                size = source.batch_size // self.parts
+                batched = BatchSampler(source.sampler, size, source.drop_last)
+                changes.update(batch_size=size, batch_sampler=batched)
+            self._own = copied(source, **changes)
+        else:
+            self._own, self._by_node = _of_node(source, sharing)
+        self._stateful = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
+        in_workers = getattr(source, "num_workers", 0) > 0
+        self._draws = not in_workers and not isinstance(source, (list, tuple, Loader))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # for copy and pickle, which ask before there is a source
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        """Return the number of batches of the source."""
+        return len(self.source)  # type: ignore[arg-type]
+
+    def begin(self, epoch: int, first: int, state: Any = None) -> None:
+        """Prepare the next iteration for training; called by all ranks.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            first: number of micro-batches of this rank to skip.
+            state: state of the source at `first` in a checkpoint; None reads the earlier batches
+                again, and drops them.
+
+        Raises:
+            UsageError: some ranks or workers have the same batches; or an epoch has no step.
+        """
+        loads = state is not None and self._stateful
+        if loads:
+            self._own.load_state_dict(state)
+        self._states = {}
+        self._next = first if loads else 0
+        batches, here = self._open(epoch)
+        self._trained = self._parted(batches, here)
+        if first and not loads:
+            logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
+            for _ in islice(self._trained, first):
+                pass
+
+    def state_at(self, number: int) -> Any:
+        """Return the state of the source before a micro-batch of this rank; None without one.
+
+        Args:
+            number: number of the micro-batch in its epoch, from 0.
+        """
+        if number == self._next and number and self._stateful:
+            return copy.deepcopy(self._own.state_dict())
+        return self._states.get(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
+        trained, self._trained = self._trained, None
+        if trained is not None:
+            return trained
+        sharing = self._sharing
+        self.events.evaluation()
+        batches, here = self._open(0)
+        if here:
+            batches = islice(batches, sharing.rank, None, sharing.world_size)
+        return evaluated(self.events, feed(batches, sharing.placement), 0)
+
+    def _open(self, epoch: int) -> tuple[Iterator[Any], bool]:
+        """Return the batches of the source, and whether they have to be split here."""
+        sharing = self._sharing
+        whose = [sharing.rank] if sharing.same_data else []
+        stream = RandomStream(seeds.derive("stream", sharing.seed, epoch, *whose))
+        begin_own(self._own, epoch, sharing.seed)
+        batches = begun(self._own, stream)
+        if self._draws:
+            batches = _drawn(batches, stream)
+        compares = not (sharing.same_data or self._by_node or isinstance(self.source, Loader))
+        # A second batch that is read ahead would be missing in the source's state.
+        both = compares and self._in_workers() and not (self._looked or self._stateful)
+        self._looked = True
+        head = list(islice(batches, 2 if both else 1))
+        seen = ""
+        if head and compares and (both or sharing.world_size > 1):
+            seen = fingerprint(head[0])
+            if both and seen and list(map(fingerprint, head[1:])) == [seen]:
+                seen = _TWICE
+        length = self._length()
+        texts = [f"{seen} {'' if length is None else length}"]
+        if sharing.world_size > 1:
+            texts = sharing.exchange(texts[0])
+        fingerprints, lengths = zip(*(text.split(" ") for text in texts), strict=True)
+        if _TWICE in fingerprints:
+            _refuse_workers(self.source, fingerprints.index(_TWICE))
+        here = compares and (len(texts) == 1 or not split_themselves(fingerprints))
+        self._count(lengths, here)
+        return chain(head, batches), here
+
+    def _count(self, lengths: tuple[str, ...], here: bool) -> None:
+        """Set the number of steps, from the number of batches on each rank."""
+        sharing, known = self._sharing, "" not in lengths
+        if here and sharing.world_size > 1 and not self._told:
+            self._told = True
+            logger.info(
+                "all ranks begin with the same batch: each one reads all, and keeps every %d. "
+                "batch; it is faster to read every %d. one only, from session.world.rank on",
+                sharing.world_size,
+                sharing.world_size,
+            )
+        # The length of an IterableDataset is an estimate: nobody checks it.
+        estimated = isinstance(getattr(self.source, "dataset", None), IterableDataset)
+        self.unequal = len(lengths) > 1 and (estimated or not known or len(set(lengths)) > 1)
+        self.steps = None
+        if known:
+            slots, least = sharing.slots if here else sharing.accumulate, min(map(int, lengths))
+            up = here and not self._drop_last()
+            self.steps = -(-least // slots) if up else least // slots
+            if self.steps == 0:
+                refuse_short(least, slots)
+
+    def _parted(self, batches: Iterator[Any], here: bool) -> Iterator[tuple[Any, float]]:
+        """Yield the micro-batches of this rank and their weights, and keep the last states."""
+        sharing = self._sharing
+        if not here:
+            for batch in batches:
+                self._next += 1
+                yield batch, 1.0
+                self._remember()
+            return
+        slots, rank, size = sharing.slots, sharing.rank, sharing.world_size
+        while True:
+            # Of the other ranks' batches, the first one can be needed.
+            step = [
+                (batch if place == 0 or place % size == rank else None, samples(batch) or 1)
+                for place, batch in enumerate(islice(batches, slots))
+            ]
+            if not step or (len(step) < slots and self._drop_last()):
+                return
+            self._next += sharing.accumulate
+            own = sharing.own([batch for batch, _ in step], [count for _, count in step])
+            del step
+            yield from own
+            self._remember()
+
+    def _remember(self) -> None:
+        """Keep the state of the source before the next batch is read."""
+        if self._stateful:
+            last = list(self._states.items())[-1:]
+            self._states = {**dict(last), self._next: copy.deepcopy(self._own.state_dict())}
+
+    def _in_workers(self) -> bool:
+        return isinstance(getattr(self.source, "dataset", None), IterableDataset) and (
+            getattr(self.source, "num_workers", 0) > 1
+        )
+
+    def _drop_last(self) -> bool:
+        return bool(getattr(self.source, "drop_last", False))
+
+    def _length(self) -> int | None:
+        try:
+            return len(self._own)
+        except (TypeError, NotImplementedError):  # the data set of a DataLoader may have no length
+            return None
+
+
+_TWICE = "twice"  # in place of a fingerprint: two workers of the rank begin with the same batch
+
+
+def _refuse_workers(source: Any, rank: int) -> None:
+    raise UsageError(
+        "HT508",
+        f"two workers of a DataLoader begin with the same batch, at rank {rank}: each of the "
+        f"{source.num_workers} workers reads all of the {type(source.dataset).__name__}",
+        "a different part of the data in each worker",
+        "torch.utils.data.get_worker_info() in __iter__: take every num_workers-th sample, from "
+        "its id on",
+        "num_workers=1",
+        "--same-data (if you want this)",
+    )
+
+
+def _of_node(dataset: Any, sharing: Sharing) -> tuple[Any, bool]:
+    """Return a data set of Hugging Face split over the ranks; True if it is split by its library.
+
+    Args:
+        dataset: any data set; others are returned as they are.
+        sharing: how the ranks share it.
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(dataset, getattr(library, "IterableDataset", ())):
+        return dataset, False
+    if sharing.same_data or sharing.world_size == 1:
+        return dataset, False
+    if getattr(dataset, "_distributed", None) is not None:  # the script has split it
+        return dataset, True
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(dataset, sharing.rank, sharing.world_size), True
+
+
+def _drawn(batches: Iterator[Any], stream: RandomStream) -> Iterator[Any]:
+    """Yield the batches of an iterator that draws its random numbers from a stream of its own."""
+    while True:
+        with stream:
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END = object()
+
+
+def end_together(batches: Iterator[Any], backend: Backend) -> Iterator[Any]:
+    """Return batches that end on all ranks as soon as they end on one; called by all ranks.
+
+    Each batch is fetched while the one before is in use, and the sum that tells whether all ranks
+    have one is under way meanwhile.
+
+    Args:
+        batches: batches of this rank.
+        backend: backend of the ranks.
+    """
+    batch = next(batches, _END)
+    return _together(batches, batch, backend)
+
+
+def _together(batches: Iterator[Any], batch: Any, backend: Backend) -> Iterator[Any]:
+    having = backend.sum_async([float(batch is not _END)])
+    while True:
+        ranks = round(having.values()[0])
+        if ranks < backend.world_size:
+            break
+        following = next(batches, _END)
+        having = backend.sum_async([float(following is not _END)])
+        yield batch
+        batch = following
+    if ranks:
+        ended = backend.all_gather_text("" if batch is _END else "more")
+        logger.warning(
+            "%s has no more batches, and the other ranks have: the epoch ends here",
+            ranks_text([rank for rank, text in enumerate(ended) if not text]),
+        )
