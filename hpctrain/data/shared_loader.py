@@ -5,6 +5,7 @@ rank i mod world_size, at accumulation index i div world_size. All ranks draw th
 """
 
 import copy
+import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler, default_collate, default_convert
 
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.augmentation import Seeded, draws, kept
 from hpctrain.data.feed import Placement, feed
 from hpctrain.data.loader import Begin, evaluated
@@ -95,7 +97,7 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
     Attributes:
         epoch: epoch of the next iteration.
         first: number of micro-batches of this rank to skip at the beginning of an iteration.
-        begun: whether the DataLoader has taken an element.
+        begun: digest of the first step of all ranks; empty until the DataLoader has taken it.
         weights: weights of the micro-batches that were drawn, by their number in this iteration;
             those of weight 1 are left out.
     """
@@ -114,7 +116,7 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
         self._draws_at_first = (plain or self._single) and draws_at_first(sampler_of(loader))
         self._drop_last = loader.drop_last or bool(getattr(batched, "drop_last", False))
         self.epoch = self.first = 0
-        self.begun = False
+        self.begun = ""
         self.weights: dict[int, float] = {}
 
     @property
@@ -163,7 +165,6 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
         slots = self._sharing.slots
         wanted, position = 1 if self._split else slots, 0
         stream: Any = RandomStream(seeds.derive("order", self._seed, self.epoch))
-        self.begun = True
         with stream:
             batches = iter(self._source)
         while True:
@@ -181,6 +182,7 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
                 size = max(-(-len(indices) // slots) if self._split else len(indices), 1)
                 for start in range(0, len(indices), size):
                     parts.append((indices[start : start + size], keys[start : start + size]))
+            self.begun = self.begun or hashlib.blake2b(repr(parts).encode()).hexdigest()
             yield parts
 
 
@@ -261,7 +263,7 @@ class SharedLoader:
         trains, self._trains = self._trains, False
         order, own = self._parts[trains]
         begin_own(self.source, order.epoch, self._sharing.seed)
-        order.begun = False
+        order.begun = ""
         batches = begun(own, RandomStream(seeds.derive("loader", self._seed, order.epoch)))
         if trains:
             return self._weighed(order, batches)
@@ -280,6 +282,8 @@ class SharedLoader:
                     "session.loader(dataset)",
                     "--same-data (if each rank is to have all samples)",
                 )
+            if number == 0 and self._whole and self._sharing.world_size > 1:
+                refuse_other_order(self._sharing.exchange(order.begun), self.source.sampler)
             yield batch, order.weights.pop(number, 1.0)
 
 
@@ -370,6 +374,29 @@ def weighed(batches: Iterator[tuple[Any, float]], events: Events) -> Iterator[An
     finally:
         if last != 1.0:
             events.weight(1.0)
+
+
+def refuse_other_order(digests: Sequence[str], sampler: Any) -> None:
+    """Check that a sampler gives all ranks the same order.
+
+    Args:
+        digests: digest of the first step on each rank.
+        sampler: sampler of the loader, for the message.
+
+    Raises:
+        UsageError: a rank has another order.
+    """
+    ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if ranks:
+        raise UsageError(
+            "HT611",
+            f"a {type(sampler).__name__} that draws another order on {ranks_text(ranks)} than on "
+            "rank 0",
+            "the same order on all ranks, which divide it",
+            "random numbers of torch, random or numpy.random, or of a generator with the same seed "
+            "on all ranks",
+            "attributes num_replicas and rank of the sampler, if it divides its order itself",
+        )
 
 
 def refuse_short(batches: int, slots: int) -> None:

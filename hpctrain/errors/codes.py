@@ -678,14 +678,15 @@ CODES: dict[str, Code] = {
         "order or data set, pass a DataLoader of your own to `run.batches()`.",
     ),
     "HT508": Code(
-        "Several ranks would train with the same samples.",
+        "Several ranks or loader workers would train with the same samples.",
         (
-            "A DataLoader of the script without a DistributedSampler, on several ranks.",
-            "A data set that each rank reads from the beginning, such as an IterableDataset.",
+            "A stream that gives some ranks the same part, such as all ranks of one host.",
+            "An IterableDataset with several workers, of which each one reads everything.",
+            "A subclass of DataLoader that reads its samples in another way than torch.",
             "A data set whose samples are equal, such as constants for a benchmark.",
         ),
-        "Use `session.loader()`, or give each rank its own part of the data set. Where all ranks "
-        "are meant to have the same samples, add --same-data.",
+        "Give each rank and each worker its own part, or all ranks the same data, which hpctrain "
+        "then divides. Where all ranks are meant to have the same samples, add --same-data.",
     ),
     "HT509": Code(
         "A DataLoader of the script has no batch size, or another one than the session.",
@@ -917,9 +918,14 @@ CODES: dict[str, Code] = {
         "--max-steps, and --lr-warmup-steps in place of --lr-warmup-epochs.",
     ),
     "HT611": Code(
-        "The ranks have different data sets.",
-        ("The copies of the data set on the hosts differ.",),
-        "Copy the same files to all hosts. Compare the number of files and classes.",
+        "The ranks have different data sets, or different orders of one.",
+        (
+            "The copies of the data set on the hosts differ.",
+            "A sampler of the script with a generator of its own that no rank seeds, or each rank "
+            "with another seed.",
+        ),
+        "Copy the same files to all hosts. Compare the number of files and classes. Seed the "
+        "generator of the sampler alike on all ranks.",
     ),
     "HT612": Code(
         "The ranks have different weights after a step.",

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain import data
 from hpctrain.arguments import Batches
@@ -28,7 +27,6 @@ from hpctrain.data import (
     TrainingSampler,
     augmentation,
     load,
-    steps_of_epoch,
 )
 from hpctrain.data.feed import feed
 from hpctrain.errors import UsageError
@@ -597,20 +595,3 @@ def test_data_sets_without_augmentation_are_not_seeded():
     quiet = Noisy()
     quiet.random = False
     assert not augmentation.draws(quiet)
-
-
-class Stream(IterableDataset):
-    """A data set without a length."""
-
-    def __iter__(self):
-        yield from torch.arange(7.0)
-
-
-def test_steps_of_an_epoch_of_a_plain_dataloader():
-    assert steps_of_epoch(DataLoader(list(range(7)), batch_size=2), 2) == 2
-    assert steps_of_epoch(DataLoader(Stream(), batch_size=2), 2) is None
-    assert steps_of_epoch(iter([1, 2]), 2) is None
-    with pytest.raises(UsageError, match="1 batches, but a step takes 2 micro-batches") as caught:
-        steps_of_epoch([1], 2)
-    assert caught.value.fixes == ("--accumulate 1", "smaller batches")
-    assert caught.value.code == "HT506"

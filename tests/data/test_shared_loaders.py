@@ -69,7 +69,9 @@ class Grouped(Sampler):
     def __iter__(self):
         for _ in range(13):
             size = random.choice([3, 4])
-            yield (2 * numpy.random.randint(SAMPLES // 2, size=size) + random.randint(0, 1)).tolist()
+            yield (
+                2 * numpy.random.randint(SAMPLES // 2, size=size) + random.randint(0, 1)
+            ).tolist()
 
     def __len__(self):
         return 13
@@ -140,9 +142,9 @@ def train(
     make, path="run", epochs=2, prepared=False, split=False, kill=None, run_slots=SLOTS, **options
 ):
     """Return this rank's micro-batches with their weights, and the weights of the model."""
-    size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else 1
+    size = int(os.environ["HPCTRAIN_WORLD_SIZE"]) if "HPCTRAIN_WORLD_SIZE" in os.environ else 1
     options = {"accumulate": run_slots // size, "run_dir": path, "seed": 5, **options}
-    with session(batch_size=None, precision="fp64", **options) as opened:
+    with session(precision="fp64", **options) as opened:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         loader = LOADERS[make]() if isinstance(make, str) else make()
@@ -189,7 +191,6 @@ def in_world(size, *arguments, env=None, **keywords):
 
 
 def start(size, arguments, keywords):
-    os.environ["WORLD_SIZE"] = str(size)
     return train(*arguments, **keywords)
 
 
@@ -204,9 +205,7 @@ def start(size, arguments, keywords):
     ],
 )
 def test_loader_gives_the_same_samples_and_random_numbers_in_every_world(name):
-    alone, two, three = (
-        steps_of(in_world(size, name, f"run-{size}"), size) for size in (1, 2, 3)
-    )
+    alone, two, three = (steps_of(in_world(size, name, f"run-{size}"), size) for size in (1, 2, 3))
     assert alone == two == three
     half = len(alone) // 2
     assert alone[:half] != alone[half:]
@@ -215,7 +214,9 @@ def test_loader_gives_the_same_samples_and_random_numbers_in_every_world(name):
 def test_loader_gives_the_same_samples_over_horovod(lacking):
     if importlib.util.find_spec("horovod") is None:
         lacking("horovod", "no module named horovod")
-    results = [in_world(3, "workers", name, env={"TEST_BACKEND": name}) for name in ("ddp", "horovod")]
+    results = [
+        in_world(3, "workers", name, env={"TEST_BACKEND": name}) for name in ("ddp", "horovod")
+    ]
     assert [seen for seen, _ in results[0]] == [seen for seen, _ in results[1]]
 
 
@@ -234,14 +235,8 @@ def test_end_of_an_epoch_has_each_sample_once_or_drops_the_last_step(name):
 
 
 def test_last_step_with_a_smaller_batch_is_weighted_by_samples():
-    data = TensorDataset(torch.arange(22.0).reshape(-1, 1).double())
-    LOADERS["22"] = lambda: DataLoader(data, SIZE)
-    steps = steps_of(in_world(1, lambda_22), 1)
-    assert [weight for _, weight in steps[0]] == [6 * n / 22 for n in (4, 4, 4, 4, 4, 2)]
-
-
-def lambda_22():
-    return DataLoader(TensorDataset(torch.arange(22.0).reshape(-1, 1).double()), SIZE)
+    seen, _ = train(lambda: DataLoader(Noisy(22), SIZE), epochs=1)
+    assert [weight for _, weight, _ in seen] == [6 * n / 22 for n in (4, 4, 4, 4, 4, 2)]
 
 
 def kill_and_resume(size, name, backend, **keywords):
@@ -292,15 +287,13 @@ def test_already_divided_loader_is_left_alone_and_skips_by_indices(backend):
 
 
 def distributed():
-    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    size, rank = int(os.environ["HPCTRAIN_WORLD_SIZE"]), int(os.environ["HPCTRAIN_RANK"])
     sampler = DistributedSampler(Noisy(), size, rank, seed=1)
     return DataLoader(Noisy(), SIZE, sampler=sampler)
 
 
 def test_sizes_of_a_divided_loader_may_differ_and_all_ranks_end_together(backend):
-    results = in_world(
-        3, uneven, epochs=2, accumulate=1, env={"TEST_BACKEND": backend}
-    )
+    results = in_world(3, uneven, epochs=2, accumulate=1, env={"TEST_BACKEND": backend})
     assert [len(seen) for seen, _ in results] == [4, 4, 4]
 
 
@@ -316,7 +309,7 @@ class Uneven(Sampler):
 
 def uneven():
     sampler = Uneven()
-    sampler.rank = int(os.environ["RANK"])
+    sampler.rank = int(os.environ["HPCTRAIN_RANK"])
     return DataLoader(Noisy(), SIZE, sampler=sampler)
 
 
@@ -350,15 +343,10 @@ def test_prepared_loader_sets_the_batch_size_before_the_rates_are_scaled():
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("given", [{"batch_size": 8}, {"global_batch": 8}], ids=str)
+@pytest.mark.parametrize("given", [{"batch_size": 8}, {"global_batch": 48}], ids=str)
 def test_prepared_loader_that_contradicts_an_option_is_refused(given):
-    with pytest.raises(UsageError, match="batches of 4") as caught, session(**given) as opened:
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        _, _, loader = opened.prepare(model, optimizer, DataLoader(PLAIN, SIZE))
-        with opened.run() as run:
-            for _ in run.epochs(1):
-                list(run.batches(loader))
+    with pytest.raises(UsageError, match="batches of 4, but a session with .* 8") as caught:
+        train("in-order", prepared=True, **given)
     assert caught.value.code == "HT509"
 
 
@@ -419,6 +407,33 @@ def test_loader_that_does_not_read_its_sampler_is_refused():
     with pytest.raises(UsageError, match="does not read its batch_sampler") as caught:
         train("cached")
     assert caught.value.code == "HT508"
+
+
+class Unseeded(Sampler):
+    """A sampler with a generator that each rank seeds anew."""
+
+    def __iter__(self):
+        yield from numpy.random.default_rng().permutation(SAMPLES).tolist()
+
+    def __len__(self):
+        return SAMPLES
+
+
+def unseeded():
+    return DataLoader(Noisy(), SIZE, sampler=Unseeded())
+
+
+def test_sampler_that_draws_another_order_on_each_rank_is_refused(backend):
+    results = ranks.run(3, start, 3, (unseeded,), {}, env={"TEST_BACKEND": backend})
+    for result in results:
+        assert isinstance(result, UsageError), result
+        assert result.code == "HT611"
+
+
+def test_loader_with_fewer_batches_than_a_step_is_refused_if_it_drops_the_last():
+    with pytest.raises(UsageError, match="5 batches, but a step takes 6") as caught:
+        train(lambda: DataLoader(Noisy(20), SIZE, drop_last=True))
+    assert caught.value.code == "HT506"
 
 
 def test_endless_sampler_trains_to_the_last_step():
