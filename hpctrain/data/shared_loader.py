@@ -349,12 +349,15 @@ def begun(loader: Iterable[Any], stream: RandomStream) -> Iterator[Any]:
         loader: loader of the script.
         stream: random numbers for what the loader draws as it begins.
     """
-    with signals.blocked(), stream:
-        iterator = iter(loader)
-        if isinstance(iterator, Generator) and getattr(loader, "num_workers", 0) > 0:
-            # The workers of a subclass with its own __iter__ start with its first batch.
+    workers = getattr(loader, "num_workers", 0) > 0
+    with stream:
+        with signals.blocked():
+            iterator = iter(loader)
+        if not isinstance(iterator, Generator):
+            return iterator
+        # A subclass with its own __iter__ draws, and starts its workers, with its first batch.
+        with signals.blocked() if workers else nullcontext():
             return chain(list(islice(iterator, 1)), iterator)
-        return iterator
 
 
 def weighed(batches: Iterator[tuple[Any, float]], events: Events) -> Iterator[Any]:

@@ -336,6 +336,7 @@ class Run:
     def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int | None]:
         """Return the remaining batches of this epoch, and the number of steps in a full epoch."""
         context, shared = self._context, None
+        context.stream = None
         accumulate, inner = context.batches.accumulate, data.without_bar(loader)
         if data.counts_itself(inner):
             length: int | None = data.steps_of_epoch(inner, accumulate)
@@ -372,7 +373,8 @@ class Run:
         data.check_own(shared.source, context.options, context.batches, shared.parts)
         state, self._stream_state = self._stream_state, None
         shared.begin(self.epoch, self._batches, state if self._batches else None)
-        context.stream = shared if isinstance(shared, data.SharedStream) else None
+        if isinstance(shared, data.SharedStream):
+            context.stream = shared
         if inner is not loader:
             loader.iterable = shared
             if shared.steps is not None:
@@ -406,7 +408,7 @@ class Run:
         if first is _END:
             return
         count = data.samples(first)
-        if count is not None:
+        if count is not None and self._context.weight == 1.0:  # else a smaller step
             self._watch.see_samples(count)
         yield first
         yield from batches

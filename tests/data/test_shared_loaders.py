@@ -345,7 +345,7 @@ def test_prepared_loader_sets_the_batch_size_before_the_rates_are_scaled():
 
 @pytest.mark.parametrize("given", [{"batch_size": 8}, {"global_batch": 48}], ids=str)
 def test_prepared_loader_that_contradicts_an_option_is_refused(given):
-    with pytest.raises(UsageError, match="batches of 4, but a session with .* 8") as caught:
+    with pytest.raises(UsageError, match=r"batches of 4, but a session with .* 8") as caught:
         train("in-order", prepared=True, **given)
     assert caught.value.code == "HT509"
 
