@@ -248,9 +248,9 @@ class SharedLoader:
         order, sharing = self._parts[True][0], self._sharing
         order.epoch, order.first, self._trains = epoch, first, True
         if sharing.world_size > 1 and not self._whole:
-            lengths = sharing.exchange("" if order.steps is None else str(order.steps))
-            self.unequal = "" in lengths or len(set(lengths)) > 1
-            self.steps = None if "" in lengths else min(map(int, lengths))
+            lengths = sharing.exchange(str(order.steps))
+            self.unequal = "None" in lengths or len(set(lengths)) > 1
+            self.steps = None if "None" in lengths else min(map(int, lengths))
         if self.steps == 0:
             refuse_short(len(self.source), self._slots)
 

@@ -99,7 +99,8 @@ class SharedStream:
         batches, here = self._open(epoch)
         self._trained = self._parted(batches, here)
         if first and not loads:
-            logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
+            if self._sharing.rank == 0:  # a warning is shown on each rank that logs it
+                logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
             for _ in islice(self._trained, first):
                 pass
 
@@ -295,8 +296,10 @@ def _together(batches: Iterator[Any], batch: Any, backend: Backend) -> Iterator[
         yield batch
         batch = following
     if ranks:
-        ended = backend.all_gather_text("" if batch is _END else "more")
-        logger.warning(
-            "%s has no more batches, and the other ranks have: the epoch ends here",
-            ranks_text([rank for rank, text in enumerate(ended) if not text]),
-        )
+        texts = backend.all_gather_text("ended" if batch is _END else "more")
+        ended = [rank for rank, text in enumerate(texts) if text == "ended"]
+        if backend.rank == 0:  # a warning is shown on each rank that logs it
+            logger.warning(
+                "%s: no more batches, and the other ranks have some: the epoch ends here",
+                ranks_text(ended),
+            )
