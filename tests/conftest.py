@@ -318,6 +318,10 @@ def no_leaks(request, tmp_path, monkeypatch):
     environ, children, sockets, threads = before
     after = dict(os.environ)
     after.pop("PYTEST_CURRENT_TEST", None)
+    # torch's compiler sets it, when the first step or checkpoint imports it.
+    if after.pop("TORCHINDUCTOR_CACHE_DIR", None) and "TORCHINDUCTOR_CACHE_DIR" not in environ:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     environ.pop("PYTEST_CURRENT_TEST", None)
     new = {pid: cmd for pid, cmd in child_processes().items() if pid not in children}
     assert not new, f"processes left: {new}"

@@ -100,6 +100,7 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
         begun: digest of the first step of all ranks; empty until the DataLoader has taken it.
         weights: weights of the micro-batches that were drawn, by their number in this iteration;
             those of weight 1 are left out.
+        drawn: number of micro-batches of all ranks that were drawn in this iteration.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
         self.epoch = self.first = 0
         self.begun = ""
         self.weights: dict[int, float] = {}
+        self.drawn = 0
 
     @property
     def steps(self) -> int | None:
@@ -139,7 +141,9 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
     def __iter__(self) -> Iterator[tuple[int, list[Any], list[int]]]:
         sharing, first = self._sharing, self.first
         self.weights.clear()
+        self.drawn = 0
         for number, parts in enumerate(self._steps()):
+            self.drawn += len(parts)
             if not self._trains:
                 for indices, keys in parts[sharing.rank :: sharing.world_size]:
                     yield self.epoch, indices, keys
@@ -268,8 +272,12 @@ class SharedLoader:
         if trains:
             return self._weighed(order, batches)
         self.events.evaluation()
-        count = 0 if order.steps is None else len(order)
-        return evaluated(self.events, feed(batches, self._sharing.placement), count)
+        return self._evaluated(order, feed(batches, self._sharing.placement))
+
+    def _evaluated(self, order: Order, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from evaluated(self.events, batches, 0 if order.steps is None else len(order))
+        if order.drawn % self._sharing.world_size:
+            self.events.exhausted(order.drawn < self._sharing.world_size)
 
     def _weighed(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for number, batch in enumerate(batches):

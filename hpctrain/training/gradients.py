@@ -439,7 +439,7 @@ def _refuse_other(loss: Any) -> None:
         found = "a loss without a gradient (made under torch.no_grad(), or detached)"
     raise UsageError(
         "HT608",
-        f"a backward pass of {found}",
+        f"session.step() or session.backward() with {found}",
         "the mean loss of a micro-batch: a tensor of one number that has a gradient",
         "session.step(loss.mean()) or session.backward(loss.mean())",
     )

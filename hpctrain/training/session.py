@@ -177,8 +177,8 @@ class Session(Collectives):
             The prepared objects in the given order; for one argument, the object itself.
 
         Raises:
-            UsageError: an object is none of these; a model does not fit the file of `--init-from`; an
-                optimizer has parameters of no prepared model, or has a scheduler that has already
+            UsageError: an object is none of these; a model does not fit the file of `--init-from`;
+                an optimizer has parameters of no prepared model, or a scheduler that has already
                 read values which an option changes; or another rank does something else.
         """
         for thing in things:

@@ -119,11 +119,12 @@ def test_every_option_reaches_its_field():
     read_rates = Options.of(options(recipe=True).parse_args(line), {"data": None})
     assert read_rates == Options(lr_warmup_steps=5, lr_min=0.1)
     same = {f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default}
-    assert same == {"lr_warmup_steps", "lr_min"}
+    assert same == {"lr_warmup_steps", "lr_min", "ddp_find_unused_parameters"}
 
 
 DDP = {
     *("compression", "powersgd_rank", "powersgd_start", "bucket_mb", "static_graph"),
+    "find_unused_parameters",
     "gradient_as_bucket_view",
 }
 

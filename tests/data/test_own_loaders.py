@@ -28,12 +28,6 @@ SAMPLES = 48
 DATA = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).reshape(-1, 1))
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
 class Stream(IterableDataset):
     """Samples without a length: all of them, or every `step`-th."""
 

@@ -31,12 +31,6 @@ SAMPLES, SIZE, SLOTS = 50, 4, 6
 PLAIN = TensorDataset(torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1))
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
 @pytest.fixture(params=["ddp", "horovod"])
 def backend(request, lacking):
     if request.param == "horovod" and importlib.util.find_spec("horovod") is None:

@@ -19,12 +19,6 @@ from hpctrain.errors import UsageError
 SAMPLES, SIZE = 40, 4
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
 @pytest.fixture(params=["ddp", "horovod"])
 def backend(request, lacking):
     if request.param == "horovod" and importlib.util.find_spec("horovod") is None:

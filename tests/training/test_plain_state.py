@@ -108,13 +108,6 @@ def resume(state, **options):
                     opened.step(model(points).mean())
 
 
-@pytest.fixture
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first step imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
-@pytest.mark.usefixtures("compiler")
 def test_tensors_and_nested_dicts_are_filled_in_place_and_new_names_keep_their_values():
     table = {"a": 1, "inner": {"b": torch.ones(2)}}
     resume({"table": table, "queue": torch.full((2,), 5.0)})
@@ -137,7 +130,6 @@ def test_tensors_and_nested_dicts_are_filled_in_place_and_new_names_keep_their_v
     ],
     ids=["dict and list", "shape", "generator", "bit generator"],
 )
-@pytest.mark.usefixtures("compiler")
 def test_value_of_another_kind_than_in_the_checkpoint_is_refused(saved, now):
     resume({"mine": saved})
     with pytest.raises(UsageError, match="the checkpoint's mine does not fit") as caught:

@@ -9,12 +9,6 @@ from torch.optim import lr_scheduler
 from hpctrain.errors import UsageError
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
 def warm_up(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
 

@@ -15,12 +15,6 @@ from hpctrain.rundir import RunDirectory
 LOSS = nn.functional.cross_entropy
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
 def train(body, count=96, **options):
     """Train with a body of the loop; return its results, rank 0's rows, checkpoints and step."""
     options = {"global_batch": 12, "max_steps": 8, "run_dir": "run", "seed": 2, **options}

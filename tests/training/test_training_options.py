@@ -501,7 +501,7 @@ def misuse_optimizer(how):
     [
         ("unknown parameter", "1 parameters of the SGD are in no prepared model"),
         ("scheduler", "a scheduler was made before session.prepare()"),
-        ("closure", "a LBFGS, whose step calls a closure"),
+        ("closure", "a LBFGS, which calls a closure"),
         ("unprepared", "an optimizer that was not prepared"),
         ("nothing", "no optimizer was prepared"),
     ],

@@ -13,12 +13,6 @@ from hpctrain.errors import UsageError
 LOSS = nn.functional.cross_entropy
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch, tmp_path):
-    """Set the variable that torch's compiler sets when the first step imports it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
-
-
 def loop(body, **options):
     options = {"global_batch": 12, "max_steps": 4, "run_dir": "run", **options}
     with session(**options) as opened:
@@ -43,6 +37,11 @@ def call_backward_of_a_part(opened, run, model, optimizer, loss):
 
 def call_zero_grad(opened, run, model, optimizer, loss):
     optimizer.zero_grad()
+    opened.step(loss)
+
+
+def clear_the_model(opened, run, model, optimizer, loss):
+    model.zero_grad()
     opened.step(loss)
 
 
@@ -92,13 +91,13 @@ def sum_a_list(opened, run, model, optimizer, loss):
     [
         (call_backward, {}, "has a gradient before session.step()"),
         (call_backward_of_a_part, {}, "0.weight has a gradient before session.step()"),
-        (call_zero_grad, {"batch_size": 4}, "cleared between the micro-batches"),
+        (clear_the_model, {"batch_size": 4}, "cleared between the micro-batches"),
         (zero_in_place, {"batch_size": 4}, "cleared between the micro-batches"),
         (clip_norm, {}, "--clip-norm"),
         (clip_value, {}, "--clip-value"),
         (step_with_losses_of_samples, {}, "a loss of shape (3,)"),
         (step_with_detached_loss, {}, "a loss without a gradient"),
-        (step_with_a_number, {}, "session.step() with a float"),
+        (step_with_a_number, {}, "session.backward() with a float"),
         (log_a_list, {}, "losses is a list"),
         (log_a_tensor, {}, "losses is a Tensor of shape (3,)"),
         (sum_a_list, {}, "session.sum() of a list"),
@@ -114,6 +113,10 @@ def test_mistake_in_a_loop_is_refused_at_the_first_step(body, options, message):
 @pytest.mark.parametrize("body", [call_zero_grad, zero_in_place])
 def test_zero_grad_at_the_begin_of_a_step_changes_nothing(body):
     loop(body)
+
+
+def test_zero_grad_between_micro_batches_keeps_their_sum():
+    loop(call_zero_grad, batch_size=4)
 
 
 def test_clipping_works_again_after_the_run():
