@@ -1,6 +1,6 @@
 """Epochs of a loader: their length, and their start at the position of a run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -65,25 +65,15 @@ def share(source: Iterable[Any], sharing: Sharing, split: bool) -> SharedLoader 
 _SHARED = "_hpctrain_shared"
 
 
-def begin_epoch(
-    loader: Iterable[Any],
-    samplers: Sequence[TrainingSampler],
-    placement: Placement,
-    epoch: int,
-    first: int,
-) -> Iterator[Any]:
+def begin_epoch(loader: Iterable[Any], placement: Placement, first: int) -> Iterator[Any]:
     """Return an iterator over the micro-batches of an epoch, from a given one on.
 
     Args:
         loader: loader of `session.loader()`, a range, or a shared loader that has begun the epoch;
             each may be in a tqdm bar.
-        samplers: samplers of all training loaders, including loaders that the script has wrapped.
         placement: device and format of the batches.
-        epoch: number of the epoch, from 0.
         first: number of micro-batches of this rank to skip.
     """
-    for sampler in samplers:
-        sampler.epoch, sampler.first = epoch, 0
     inner = without_bar(loader)
     if isinstance(inner, range):
         return iter(inner[first:])

@@ -16,6 +16,7 @@ from hpctrain.data.own_loaders import begin_own, fingerprint, samples, split_the
 from hpctrain.data.shared_loader import Sharing, begun, copied, refuse_short
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
+from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
 from hpctrain.process.random_states import RandomStream
 
@@ -271,7 +272,7 @@ def _drawn(batches: Iterator[Any], stream: RandomStream) -> Iterator[Any]:
 _END = object()
 
 
-def end_together(batches: Iterator[Any], backend: Backend) -> Iterator[Any]:
+def end_together(batches: Iterator[Any], backend: Backend, events: Events) -> Iterator[Any]:
     """Return batches that end on all ranks as soon as they end on one; called by all ranks.
 
     Each batch is fetched while the one before is in use, and the sum that tells whether all ranks
@@ -280,21 +281,25 @@ def end_together(batches: Iterator[Any], backend: Backend) -> Iterator[Any]:
     Args:
         batches: batches of this rank.
         backend: backend of the ranks.
+        events: receives the weight of a batch as the batch is used, not as it is fetched.
     """
-    batch = next(batches, _END)
-    return _together(batches, batch, backend)
+    return _together(batches, _fetch(batches, events), backend, events)
 
 
-def _together(batches: Iterator[Any], batch: Any, backend: Backend) -> Iterator[Any]:
-    having = backend.sum_async([float(batch is not _END)])
+def _together(
+    batches: Iterator[Any], fetched: tuple[Any, list[float]], backend: Backend, events: Events
+) -> Iterator[Any]:
+    having = backend.sum_async([float(fetched[0] is not _END)])
     while True:
         ranks = round(having.values()[0])
+        batch, weights = fetched
+        for weight in weights:
+            events.weight(weight)
         if ranks < backend.world_size:
             break
-        following = next(batches, _END)
-        having = backend.sum_async([float(following is not _END)])
+        fetched = _fetch(batches, events)
+        having = backend.sum_async([float(fetched[0] is not _END)])
         yield batch
-        batch = following
     if ranks:
         texts = backend.all_gather_text("ended" if batch is _END else "more")
         ended = [rank for rank, text in enumerate(texts) if text == "ended"]
@@ -303,3 +308,13 @@ def _together(batches: Iterator[Any], batch: Any, backend: Backend) -> Iterator[
                 "%s: no more batches, and the other ranks have some: the epoch ends here",
                 ranks_text(ended),
             )
+
+
+def _fetch(batches: Iterator[Any], events: Events) -> tuple[Any, list[float]]:
+    """Return the next batch, and the weights that a loader of the session has told for it."""
+    weights: list[float] = []
+    tell, events.weight = events.weight, weights.append
+    try:
+        return next(batches, _END), weights
+    finally:
+        events.weight = tell

@@ -337,6 +337,8 @@ class Run:
         """Return the remaining batches of this epoch, and the number of steps in a full epoch."""
         context, shared = self._context, None
         context.stream = None
+        for sampler in context.samplers:  # also those of loaders that the script has wrapped
+            sampler.epoch, sampler.first = self.epoch, 0
         accumulate, inner = context.batches.accumulate, data.without_bar(loader)
         if data.counts_itself(inner):
             length: int | None = data.steps_of_epoch(inner, accumulate)
@@ -349,13 +351,11 @@ class Run:
         meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
         self._events.phase(IDLE)
         self._plan(length)
-        iterator = data.begin_epoch(
-            loader, context.samplers, context.placement, self.epoch, self._batches
-        )
+        iterator = data.begin_epoch(loader, context.placement, self._batches)
         if shared is None:
             return iterator, length
         if shared.unequal:
-            iterator = data.end_together(iterator, context.backend)
+            iterator = data.end_together(iterator, context.backend, self._events)
         return self._looked_at(data.weighed(iterator, self._events)), length
 
     def _share(self, loader: Any, inner: Any) -> data.SharedLoader | data.SharedStream:

@@ -251,7 +251,15 @@ def kill_and_resume(size, name, backend, **keywords):
     return whole, resumed
 
 
-@pytest.mark.parametrize("name", ["workers", "grouped", "weighted"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *(("workers", "ddp"), ("grouped", "ddp"), ("workers", "horovod")),
+        pytest.param("weighted", "ddp", marks=pytest.mark.slow),
+        pytest.param("grouped", "horovod", marks=pytest.mark.slow),
+    ],
+    indirect=["backend"],
+)
 def test_resume_after_a_kill_has_the_bits_of_an_undisturbed_run(name, backend):
     whole, resumed = kill_and_resume(3, name, backend)
     for (seen, weights), (rest, end) in zip(whole, resumed, strict=True):

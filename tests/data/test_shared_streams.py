@@ -12,7 +12,7 @@ import ranks
 import torch
 from battery import session
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from hpctrain.errors import UsageError
 
@@ -207,6 +207,28 @@ def test_ranks_with_unequal_streams_end_together_and_the_first_to_end_is_named(b
     assert told("rank 1: no more batches") == (2, 0)  # once in each epoch
 
 
+def train_with_wrapped_loader():
+    """Return the numbers of samples, and the weights, of a wrapped loader of the session."""
+    data = TensorDataset(torch.arange(20.0).reshape(-1, 1))
+    with session(batch_size=SIZE, run_dir="run") as opened:
+        model = nn.Linear(1, 1)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        loader, seen = opened.loader(data, drop_last=False), []
+        with opened.run() as run:
+            for _ in run.epochs(2):
+                for (rows,) in run.batches(batch for batch in loader):
+                    seen.append((len(rows), opened.weight))
+                    opened.step(model(rows).mean())
+        return seen, opened.weight
+
+
+def test_weights_of_a_wrapped_loader_belong_to_the_batch_in_use(backend):
+    results = ranks.values(ranks.run(3, train_with_wrapped_loader, env={"TEST_BACKEND": backend}))
+    for (seen, after), last in zip(results, [1.5, 1.5, 0.0], strict=True):
+        assert seen == 2 * [(4, 1.0), (4, last)]
+        assert after == 1.0
+
+
 def test_ranks_of_which_only_some_have_the_same_batch_are_refused():
     for result in ranks.run(3, start, "half-equal", {}):
         assert isinstance(result, UsageError), result
@@ -235,7 +257,17 @@ def kill_and_resume(name, backend):
     return whole, in_world(3, name, backend, path="killed", epochs=2, slots=3, resume=True)
 
 
-@pytest.mark.parametrize("name", ["equal", "workers", "generator", "uneven"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *(("workers", "ddp"), ("generator", "ddp"), ("uneven", "ddp"), ("equal", "horovod")),
+        *(
+            pytest.param(name, "horovod", marks=pytest.mark.slow)
+            for name in ("workers", "generator", "uneven")
+        ),
+    ],
+    indirect=["backend"],
+)
 def test_resumed_stream_has_the_bits_of_an_undisturbed_one(name, backend):
     whole, resumed = kill_and_resume(name, backend)
     for (seen, weights, _), (rest, end, _) in zip(whole, resumed, strict=True):
