@@ -63,7 +63,6 @@ class Context:
         ema: moving average of the prepared models' weights; None without `--ema`.
         weight: weight of the current micro-batch in its step; 1 if all have the same number of
             samples.
-        micro_batch: number of micro-batches done in the current step.
         in_body: whether the loop is processing a batch of a run.
         stepped: whether this batch of the run has ended a step.
     """
@@ -91,7 +90,6 @@ class Context:
     stream: SharedStream | None = None
     ema: EMA | None = None
     weight: float = 1.0
-    micro_batch: int = 0
     in_body: bool = False
     stepped: bool = False
 

@@ -33,6 +33,7 @@ class Gradients:
         context: context of the training.
 
     Attributes:
+        last: whether this is the last micro-batch of its step.
         norm: norm of the gradients before they were last clipped, shape (); None without clipping.
     """
 
@@ -41,28 +42,26 @@ class Gradients:
         self._backend, self._precision = context.backend, context.precision
         self._guard = GradientGuard()
         self.norm: Tensor | None = None
+        self._micro_batch = 0  # number of micro-batches done in the current step
+        self.last = context.batches.accumulate == 1
         self._clip_value, self._clip_norm = context.options.clip_value, context.options.clip_norm
+        self._clips = self._clip_value is not None or self._clip_norm is not None
         # A step can take microseconds, so avoid a call of attach() that does nothing.
         self._attaches = type(self._backend).attach is not Backend.attach
         self._inside = False  # whether an optimizer's methods or torch's clipping are called here
         self._passes = 0  # backward passes since the last step
         self._passed = False  # whether this micro-batch had a backward pass
-        self._stepped: set[int] = set()  # ids of optimizers that stepped since the last pass
+        self._stepped = False  # whether an optimizer has stepped since the last pass
         self._applied: set[int] = set()  # ids of optimizers that stepped in this micro-batch
         self._unscaled: set[int] = set()  # ids of optimizers whose gradients have no loss scale
         self._need_closure: set[int] = set()
         self._closed = False
 
-    @property
-    def last(self) -> bool:
-        """Whether this is the last micro-batch of its step."""
-        return self._context.micro_batch + 1 >= self._context.batches.accumulate
-
     def watch(self) -> None:
         """Read the prepared models and optimizers again, after some were added."""
         context = self._context
         self._guard.watch(context.models, context.optimizers, self._precision)
-        self._choose_synchronization()
+        self._begin_micro_batch(self._micro_batch)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Replace `step` and `zero_grad` of an optimizer, until `close`.
@@ -119,7 +118,7 @@ class Gradients:
             self._refuse_optimizers(optimizers)
         _refuse_other(loss)
         context.events.backward()
-        if context.micro_batch == 0 and not self._passed:
+        if self._micro_batch == 0 and not self._passed:
             self._guard.before(True)
         self._pass(loss, {})
         if not self.last:
@@ -211,8 +210,9 @@ class Gradients:
         is called before the next pass, or at the end of the micro-batch.
         """
         if self._stepped:
-            self._stepped.clear()
-            self._unscaled.clear()
+            self._stepped = False
+            if self._unscaled:
+                self._unscaled.clear()
             self._precision.update()
             if self._context.ema is not None:
                 self._context.ema.update()
@@ -223,25 +223,24 @@ class Gradients:
         Args:
             stepped: whether this micro-batch was the last one of its step.
         """
-        context = self._context
-        self.end_step()
-        following = 0 if stepped else context.micro_batch + self._passed
+        if self._stepped:
+            self.end_step()
+        following = 0 if stepped else self._micro_batch + self._passed
         if stepped:
             self._passes = 0
         self._passed = False
-        self._applied.clear()
-        if following != context.micro_batch:
-            context.micro_batch = following
-            self._choose_synchronization()
+        if self._applied:
+            self._applied.clear()
+        if following != self._micro_batch:
+            self._begin_micro_batch(following)
 
     def forget(self) -> int:
         """Drop the gradients of an incomplete step, and return its number of micro-batches."""
-        context = self._context
-        dropped, context.micro_batch, self._passes = context.micro_batch, 0, 0
+        dropped, self._passes = self._micro_batch, 0
         if dropped:
             self._backend.forget()
-            self._clear(context.optimizers)
-            self._choose_synchronization()
+            self._clear(self._context.optimizers)
+            self._begin_micro_batch(0)
         return dropped
 
     def close(self) -> None:
@@ -250,8 +249,9 @@ class Gradients:
 
     def _pass(self, loss: Tensor, keywords: dict[str, Any]) -> None:
         context = self._context
-        self.end_step()
-        if context.micro_batch and not self._passed:
+        if self._stepped:
+            self.end_step()
+        if self._micro_batch and not self._passed:
             self._guard.before(False)
         last, accumulate = self.last, context.batches.accumulate
         context.events.phase(BACKWARD if last else ACCUMULATING)
@@ -270,7 +270,7 @@ class Gradients:
 
     def _update(self, optimizer: Optimizer) -> None:
         """Clip as the options say, and take the optimizer step."""
-        if self._clip_value is not None or self._clip_norm is not None:
+        if self._clips:
             self.unscale([optimizer])
             self._clipped(_parameters(optimizer), self._clip_by_options)
         self._inside = True
@@ -278,8 +278,9 @@ class Gradients:
             self._backend.update(optimizer, self._precision.step)
         finally:
             self._inside = False
-        self._stepped.add(id(optimizer))
-        self._applied.add(id(optimizer))
+        self._stepped = True
+        if self._context.batches.accumulate > 1:
+            self._applied.add(id(optimizer))
 
     def _clip_by_options(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Clip each element first, then the norm of all parameters of an optimizer."""
@@ -314,7 +315,7 @@ class Gradients:
         context = self._context
         return (
             context.batches.accumulate > 1
-            and (self._passed or context.micro_batch > 0)
+            and (self._passed or self._micro_batch > 0)
             and id(optimizer) not in self._applied
         )
 
@@ -358,15 +359,20 @@ class Gradients:
             result = step(mean_loss)
         finally:
             self._inside = False
-        self._stepped.add(0)
+        self._stepped = True
         return result
 
-    def _choose_synchronization(self) -> None:
-        """Let only the last micro-batch of a step average the gradients."""
-        if self._context.batches.accumulate > 1:
-            last = self.last
+    def _begin_micro_batch(self, number: int) -> None:
+        """Let only the last micro-batch of a step average the gradients.
+
+        Args:
+            number: index of the micro-batch in its step.
+        """
+        accumulate = self._context.batches.accumulate
+        self._micro_batch, self.last = number, number + 1 >= accumulate
+        if accumulate > 1:
             for model in self._context.models:
-                self._backend.synchronize(model, last)
+                self._backend.synchronize(model, self.last)
 
     def _refuse_plain_backward(self, optimizer: Optimizer) -> None:
         """Refuse gradients of the script's own loss.backward() that would be wrong.
