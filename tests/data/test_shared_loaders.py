@@ -268,6 +268,14 @@ def test_resume_after_a_kill_has_the_bits_of_an_undisturbed_run(name, backend):
         assert end == weights
 
 
+def test_resume_on_fewer_ranks_goes_on_in_the_same_order():
+    options = {"global_batch": SIZE * SLOTS, "elastic": True, "epochs": 2}
+    whole = steps_of(in_world(1, "weighted", "whole", **options), 1)
+    first = steps_of(in_world(3, "weighted", "cut", max_steps=4, **options), 3)
+    rest = steps_of(in_world(2, "weighted", "cut", max_steps=6, resume=True, **options), 2)
+    assert first + rest == whole
+
+
 def test_resume_inside_an_epoch_fetches_no_earlier_sample():
     fetch_from(None, 3)
     assert fetch_from(True, 4) == SIZE * 2
