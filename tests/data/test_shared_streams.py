@@ -94,6 +94,11 @@ def uneven():
     return DataLoader(Counter(100 * rank, 100 * rank + (9 if rank == 1 else SAMPLES)), SIZE)
 
 
+def uneven_list():
+    rank, _ = place()
+    return [torch.full((SIZE, 2), float(10 * rank + n)).double() for n in range(7 - rank // 2)]
+
+
 def half_equal():
     return [torch.full((SIZE, 2), float(min(place()[0], 1))).double()] * 4
 
@@ -110,6 +115,7 @@ STREAMS = {
     "constant": lambda: DataLoader(Counter(0, SAMPLES), SIZE, num_workers=2),
     "divided": divided,
     "uneven": uneven,
+    "uneven-list": uneven_list,
     "half-equal": half_equal,
     "list": lambda: [torch.full((SIZE, 2), float(n)).double() for n in range(7)],
     "stateful": lambda: Stateful(Counter(0, SAMPLES), SIZE),
@@ -205,6 +211,12 @@ def test_ranks_with_unequal_streams_end_together_and_the_first_to_end_is_named(b
     results = in_world(3, "uneven", backend, epochs=2)
     assert [len(seen) for seen, *_ in results] == [6, 6, 6]
     assert told("rank 1: no more batches") == (2, 0)  # once in each epoch
+
+
+def test_ranks_with_lists_of_unequal_length_end_together(backend):
+    results = in_world(3, "uneven-list", backend)
+    assert [len(seen) for seen, *_ in results] == [6, 6, 6]
+    assert told("rank 2: no more batches") == (1, 0)
 
 
 def train_with_wrapped_loader():

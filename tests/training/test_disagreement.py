@@ -104,18 +104,6 @@ def do_nothing(opened, run, number, model, loss):
     pass
 
 
-def unequal_loader(opened):
-    return list(opened.loader(images(96)))[opened.world.rank // 2 :]
-
-
-@BACKENDS
-def test_loaders_of_unequal_length_are_named_before_the_first_step(run):
-    for result in run(3, loop, do_nothing, unequal_loader):
-        assert isinstance(result, UsageError), result
-        assert "ranks 0 and 1: the batches of epoch 0, 8 steps" in str(result)
-        assert "rank 2: the batches of epoch 0, 7 steps" in str(result)
-
-
 def change_weights(opened, run, number, model, loss):
     if number == 0 and opened.world.rank == 2:
         with torch.no_grad():

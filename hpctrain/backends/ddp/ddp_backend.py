@@ -57,7 +57,7 @@ class DDP(Backend):
         self._trained: list[Trained] = []
         self._wrapped: list[TransparentDDP] = []
         # Passes left in which the parameters that the loss does not use are looked for.
-        self._first_passes = 0 if settings.own["static_graph"] else _FIRST_PASSES
+        self._first_passes = 0 if settings.own.get("static_graph") else _FIRST_PASSES
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
         world, own = rendezvous.world, rendezvous.roster.addresses[rendezvous.world.rank]
