@@ -198,6 +198,19 @@ class Options:
         "run.batches, different on each rank from then on",
         action=argparse.BooleanOptionalAction,
     )
+    handle_signals: bool = option(
+        "--handle-signals",
+        True,
+        "take SIGUSR1, SIGUSR2, SIGTERM and Ctrl-C as requests to stop; without it, a stop "
+        "file and the end of the job's time still are",
+        action=argparse.BooleanOptionalAction,
+    )
+    report_errors: bool = option(
+        "--report-errors",
+        True,
+        "set sys.excepthook, which prints an error of hpctrain once, with its fix",
+        action=argparse.BooleanOptionalAction,
+    )
     deterministic: bool = option(
         "--deterministic",
         False,

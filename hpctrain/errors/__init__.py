@@ -22,6 +22,7 @@ __all__ = [
     "StartError",
     "UsageError",
     "repeated",
+    "report_no_uncaught",
     "report_uncaught",
     "write_error",
 ]
@@ -168,7 +169,7 @@ def report_uncaught(
         shows: returns whether this process shows the traceback of another exception, for the empty
             text, and if not, whether it shows a text that describes the exception in one line.
     """
-    if getattr(sys.excepthook, "reports_hpctrain_errors", False):
+    if hasattr(sys.excepthook, "instead_of"):
         return
     previous = sys.excepthook
 
@@ -190,5 +191,10 @@ def report_uncaught(
         atexit._run_exitfuncs()
         os._exit(error.exit_code)
 
-    hook.reports_hpctrain_errors = True  # type: ignore[attr-defined]
+    hook.instead_of = previous  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def report_no_uncaught() -> None:
+    """Remove the hook of `report_uncaught`, if there is one."""
+    sys.excepthook = getattr(sys.excepthook, "instead_of", sys.excepthook)

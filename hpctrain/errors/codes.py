@@ -861,10 +861,11 @@ CODES: dict[str, Code] = {
         "A part of a manual loop interferes with session.step().",
         (
             "The script calls loss.backward() besides session.step(loss).",
-            "The script clears or clips the gradients itself.",
+            "loss.backward() is called under a loss scale, or while micro-batches accumulate.",
+            "clip_grad_norm_() of torch gets gradients with a loss scale, or applied ones.",
         ),
-        "Remove backward(), zero_grad() and clip_grad_norm_(). session.step(loss) and --clip-norm "
-        "do this work.",
+        "Call session.step(loss) alone. Or call session.backward(loss), "
+        "session.clip_grad_norm_(…), optimizer.step() and optimizer.zero_grad().",
     ),
     "HT605": Code(
         "A call is at the wrong place of the training loop.",
@@ -872,6 +873,7 @@ CODES: dict[str, Code] = {
             "The batches do not come from run.batches().",
             "run.batches() is called twice in one epoch.",
             "run.save() is called while a step is not complete.",
+            "No optimizer stepped in the batches of an epoch.",
         ),
         "Write `for epoch in run.epochs(): for batch in run.batches(loader): …`, and call "
         "run.save() after a complete step.",
@@ -887,15 +889,18 @@ CODES: dict[str, Code] = {
         "in the model.",
     ),
     "HT607": Code(
-        "An optimizer cannot be used in this way with session.step().",
+        "An optimizer cannot be used in this way.",
         (
-            "Its step() needs a closure, as that of LBFGS.",
+            "session.step() gets an optimizer that needs a closure, such as LBFGS.",
+            "optimizer.step(closure) is called under a loss scale, or with accumulation.",
             "session.step(loss, optimizer) is used together with --accumulate.",
         ),
-        "Use an optimizer whose step() needs no closure, and one loss for all optimizers.",
+        "For a closure: optimizer.step(closure), with session.backward(loss) in the closure, in "
+        "bf16 or fp32. For several losses: session.backward() for each, and the optimizers' own "
+        "step() and zero_grad().",
     ),
     "HT608": Code(
-        "session.step() did not get a loss.",
+        "session.step() or session.backward() did not get a loss.",
         (
             "The loss has one value for each sample.",
             "The loss is detached, or was computed under torch.no_grad().",

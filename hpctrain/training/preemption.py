@@ -77,6 +77,7 @@ class Preemption:
         env: environment variables, for $HPCTRAIN_STOP_FILE and $HPCTRAIN_EXIT_STATUS_FILE.
         job: job of the scheduler, for its end time.
         undo: receives the callback that restores the signal handlers.
+        handles: whether signals are handled at all.
         clock: returns seconds since the epoch; tests replace it.
     """
 
@@ -86,6 +87,7 @@ class Preemption:
         env: Mapping[str, str],
         job: Allocation | None,
         undo: ExitStack,
+        handles: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._rank, self._env, self._process = rank, env, os.getpid()
@@ -96,7 +98,7 @@ class Preemption:
         self._caught: int | None = None
         self._opened = self._running = self._looked = False
         self._found: dict[int, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
+        if not handles or threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
         for number in signals.STOP if interactive else _TAKEN:

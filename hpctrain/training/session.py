@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from hpctrain import data
+from hpctrain import data, errors
 from hpctrain.arguments import Given, Options, named
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
@@ -72,13 +72,22 @@ class Session(Collectives):
         super().__init__()
         shared_errors.report_uncaught()
         self.options = Options.of(given, keywords)
+        if not self.options.report_errors:
+            errors.report_no_uncaught()
+            hook = sys.excepthook
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
         # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self._exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
         self._closed = False
-        self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
+        self.preemption = Preemption(
+            start.world.rank,
+            os.environ,
+            start.allocation,
+            self._undo,
+            handles=self.options.handle_signals,
+        )
         if self._exit_status_file:
             # An earlier session of this process may have left a file; it is out of date now.
             Path(self._exit_status_file).unlink(missing_ok=True)

@@ -84,8 +84,8 @@ def test_every_option_reaches_its_field():
         "--data mnist --download --run-dir there --no-resume --init-from w.pt --elastic "
         "--backend ddp --precision O2 --loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
-        "--no-seed-everything --deterministic --same-data --workers 4 --lr 0.5 "
-        "--lr-scaling linear --lr-reference-batch 32 "
+        "--no-seed-everything --no-handle-signals --no-report-errors --deterministic --same-data "
+        "--workers 4 --lr 0.5 --lr-scaling linear --lr-reference-batch 32 "
         "--lr-warmup-epochs 0.5 --lr-schedule step --lr-step-epochs 4 --lr-step-factor 0.2 "
         "--lr-power 1.5 --decay weights --clip-norm 1.5 --clip-value 2.5 --ema 0.99 "
         "--sync-batchnorm --no-channels-last --compile --log-every 1 "
@@ -101,8 +101,8 @@ def test_every_option_reaches_its_field():
         data="mnist", download=True, run_dir="there", resume=False, init_from="w.pt", elastic=True,
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
         max_nonfinite=9, global_batch=96, batch_size=8, accumulate=3, epochs=2, max_steps=7, seed=5,
-        seed_everything=False, deterministic=True, same_data=True, workers=4, lr=0.5,
-        lr_scaling="linear", lr_reference_batch=32,
+        seed_everything=False, handle_signals=False, report_errors=False, deterministic=True,
+        same_data=True, workers=4, lr=0.5, lr_scaling="linear", lr_reference_batch=32,
         lr_warmup_epochs=0.5, lr_schedule="step", lr_step_epochs=4, lr_step_factor=0.2,
         lr_power=1.5, decay="weights", clip_norm=1.5, clip_value=2.5, ema=0.99,
         sync_batchnorm=True, channels_last=False, compile=True, log_every=1, checkpoint_every=20,

@@ -14,6 +14,8 @@ import torch
 from battery import images, session, small_model
 from torch import nn
 
+import hpctrain
+
 
 def train_and_catch(**options):
     """Train in a loop that catches every exception, and request a stop at step 3."""
@@ -73,6 +75,17 @@ def states_around_a_session():
         random.random()
         torch.rand(3)
     return [name for name, value in process_state().items() if value != before[name]]
+
+
+def test_hook_and_handlers_can_be_switched_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    before = process_state()
+    hpctrain.options()
+    with session(batch_size=4, handle_signals=False, report_errors=False):
+        inside = process_state()
+    assert (inside["hook"], inside["signals"]) == (before["hook"], before["signals"])
+    assert sys.excepthook is before["hook"]
 
 
 @pytest.mark.parametrize("size", [1, 3])
