@@ -6,8 +6,10 @@ import logging
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from battery import session
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from hpctrain.errors import UsageError
 
@@ -182,6 +184,56 @@ def test_parameters_frozen_after_prepare_with_one_rank_of_ddp(expected):
     (ddp,) = ranks.values(ranks.run(1, train_with_change, freeze_encoder, "forward", 1, env=env))
     assert ddp == pytest.approx(alone, rel=1e-12)
     assert alone != pytest.approx(expected, rel=1e-12)
+
+
+def messages_of_a_hook():
+    """Return how many messages a hook has sent before and after a part of the model is frozen."""
+    sent = []
+
+    def hook(state, bucket):
+        sent.append(bucket.buffer().numel())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    with session(batch_size=1, precision="fp64", seed=3) as opened:
+        raw = Coder()
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+        model.register_comm_hook(None, hook)
+        counts = []
+        for step in range(4):
+            raw.encoder.requires_grad_(step < 2)
+            for points in own_points(opened):
+                opened.step(model.loss(points))
+            counts.append(len(sent))
+            sent.clear()
+    return counts
+
+
+def test_hook_of_the_script_stays_when_a_part_is_frozen():
+    for counts in ranks.values(ranks.run(3, messages_of_a_hook)):
+        assert min(counts) >= 1
+
+
+def sums_of_groups():
+    """Sum over ranks 0 and 1, and over rank 2, while a model trains with all of them."""
+    with session(batch_size=1, precision="fp64", seed=3) as opened:
+        raw = Coder()
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+        groups = [dist.new_group(members) for members in ([0, 1], [2])]
+        group = groups[opened.world.rank // 2]
+        sums = []
+        for points in own_points(opened):
+            total = torch.tensor(opened.world.rank + 1.0)
+            dist.all_reduce(total, group=group)
+            sums.append(total.item())
+            opened.step(model.loss(points))
+        opened.barrier()
+        return sums, [p.tolist() for p in raw.parameters()]
+
+
+def test_script_may_use_groups_of_some_ranks():
+    found = ranks.values(ranks.run(3, sums_of_groups))
+    assert [set(sums) for sums, _ in found] == [{3.0}, {3.0}, {3.0}]
+    assert found[0][1] == found[1][1] == found[2][1]
 
 
 def prepare_again():

@@ -4,7 +4,7 @@ import datetime
 import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -378,11 +378,13 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         rehearses: whether its next pass with gradients is rehearsed first.
         passed: whether a forward pass has prepared the next backward pass.
         rearranged: whether the messages follow the order in which the gradients were ready.
+        own_hook: communication hook of the script and its state, if there is one.
     """
 
     rehearses = False
     passed = False
     rearranged = False
+    own_hook: tuple[object, Callable[..., Any]] | None = None
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         super().__init__(module, **arguments)
@@ -397,6 +399,13 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         DistributedDataParallel.__init__(self, self.module, **arguments)
         self.training = training
         self.rearranged = False
+        if self.own_hook is not None:
+            super().register_comm_hook(*self.own_hook)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Register a hook of the script, also after the parameters that are trained change."""
+        super().register_comm_hook(state, hook)
+        self.own_hook = state, hook
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run DistributedDataParallel's forward pass, after a rehearsal if one is due."""

@@ -164,16 +164,16 @@ def compress(wrapped: DistributedDataParallel, own: Mapping[str, Any]) -> None:
     """
     name = own["compression"]
     if name == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        DistributedDataParallel.register_comm_hook(wrapped, None, default_hooks.fp16_compress_hook)
     elif name == "bf16":
-        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        DistributedDataParallel.register_comm_hook(wrapped, None, default_hooks.bf16_compress_hook)
     elif name == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             None,
             matrix_approximation_rank=own["powersgd_rank"],
             start_powerSGD_iter=own["powersgd_start"],
         )
-        wrapped.register_comm_hook(state, _power_sgd)
+        DistributedDataParallel.register_comm_hook(wrapped, state, _power_sgd)
 
 
 def _power_sgd(
