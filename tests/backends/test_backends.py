@@ -42,7 +42,8 @@ def sum_values():
         shared = opened.backend.broadcast_object({"from": rank})
         # A rank that saw no sample has an int where the others have a float.
         mixed = opened.sum(0.5 if rank == 0 else 0)
-        return integer, real, tensor, single, shared, mixed
+        texts = opened.backend.all_gather_text("" if rank else "of rank 0")
+        return integer, real, tensor, single, shared, mixed, texts
 
 
 @pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -54,7 +55,7 @@ def test_sums_are_exact_and_equal_on_all_ranks(run, size):
         assert result[0] == integer
         assert isinstance(result[0], int)
         assert result[1] == pytest.approx(0.1 * ones, rel=1e-15)
-        assert result[2:] == (ones, ones, {"from": 0}, 0.5)
+        assert result[2:] == (ones, ones, {"from": 0}, 0.5, ["of rank 0", *[""] * (size - 1)])
 
 
 def train_12_steps():

@@ -63,10 +63,10 @@ def _through_rank_0(
     receive: Callable[[int], str],
 ) -> list[str]:
     if rank:
-        send(text, 0)
+        send(json.dumps(text), 0)  # never empty
         texts: list[str] = json.loads(receive(0))
         return texts
-    texts = [text, *(receive(other) for other in range(1, size))]
+    texts = [text, *(json.loads(receive(other)) for other in range(1, size))]
     for other in range(1, size):
         send(json.dumps(texts), other)
     return texts
