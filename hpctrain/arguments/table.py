@@ -428,6 +428,7 @@ class Options:
         False,
         "look in every step for parameters that the loss does not use, such as skipped layers",
         action="store_true",
+        common=True,
     )
     ddp_gradient_as_bucket_view: bool = option(
         "--ddp-gradient-as-bucket-view",
