@@ -130,7 +130,7 @@ class Gradients:
         self.end_step()
         # The loss of one model also leaves gradients in other models that it used.
         self._clear(prepared)
-        context.events.stepped()  # the optimizer's hook has called this, except after an overflow
+        context.events.stepped()
         if not context.in_body:
             self.end_micro_batch(True)
         return True
@@ -360,6 +360,7 @@ class Gradients:
         finally:
             self._inside = False
         self._stepped = True
+        context.events.stepped()
         return result
 
     def _begin_micro_batch(self, number: int) -> None:

@@ -231,7 +231,6 @@ class Session(Collectives):
                 prepare.share_state(thing, self.backend)
                 for other in prepare.replaced(thing, optimizers):
                     optimizers.remove(other)
-                thing.register_step_post_hook(self._note_step)
                 self._gradients.adopt(thing)
                 optimizers.append(thing)
         if self.options.ema is not None:
@@ -437,10 +436,6 @@ class Session(Collectives):
     @weight.setter
     def weight(self, weight: float) -> None:
         self._context.weight = weight
-
-    def _note_step(self, *_: Any) -> None:
-        """Tell that an optimizer has stepped, by `step` or by the script itself."""
-        self._events.stepped()
 
     def _weigh(self, weight: float) -> None:
         self._context.weight = weight

@@ -455,7 +455,7 @@ class Run:
         context = self._context
         last = self._index == context.batches.accumulate
         if last and not context.stepped and not context.optimizers:
-            self._count_step()  # without a prepared optimizer, no hook has called this
+            self._count_step()  # nothing tells it of an optimizer that is not prepared
         self._in_hand, stepped = False, context.stepped
         self._gradients.end_micro_batch(stepped)
         if not stepped:
