@@ -134,6 +134,8 @@ def _rank(
     os.chdir(folder)
     os.environ.update(environ)
     sys.argv = ["test.py"]
+    # As in a script. With the server's method, the first worker of each rank would start a server.
+    multiprocessing.set_start_method(None, force=True)
     import torch
 
     torch.set_num_threads(1)
