@@ -124,7 +124,9 @@ class Lines:
         course = self.course
         epochs = "" if course.epochs is None else f"/{course.epochs}"
         steps = "" if course.end is None else f"/{course.end:,}"
-        where = f"epoch {row['epoch'] + 1}{epochs}  step {row['step']:,}{steps}"
+        # A row behind the loop has the number of the epoch that would follow.
+        epoch = min(row["epoch"] + 1, course.epochs or math.inf)
+        where = f"epoch {epoch}{epochs}  step {row['step']:,}{steps}"
         text = "  ".join([where, *formatted_values(row, course)])
         logger.info("%s", text, extra={"screen": self.screen or not training})
 

@@ -346,6 +346,10 @@ class _Lines:
             os.close(self._file)
 
 
+# The score of the table: the first of these metrics that a run has.
+_SCORES = (("top-1", "top1"), ("loss", "loss"))
+
+
 def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
     """Format the results of a run as a short table.
 
@@ -355,11 +359,9 @@ def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
         path: path of the run directory.
     """
     metrics = summary["metrics"]
-    name, score = (
-        ("loss", "loss") if "top1" not in metrics and "loss" in metrics else ("top-1", "top1")
-    )
+    scores = [(name, score) for name, score in _SCORES if score in metrics]
     shown = {
-        name: f"{metrics[score]:.4f}" if score in metrics else "-",
+        **{name: f"{metrics[score]:.4f}" for name, score in scores[:1]},
         "images/s": f"{summary['samples_per_second']:,.0f}",
         "time": f"{summary['seconds']:.1f} s",
         "ranks": str(summary["world_size"]),

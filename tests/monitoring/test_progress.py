@@ -84,6 +84,8 @@ def test_progress_lines_come_once_a_second(clock, caplog):
     assert texts[0].startswith("epoch 1/3  step 20/150  loss 2.3026  lr 0.1")
     assert texts[-1] == "epoch 1/3  step 50/150  top1 0.75"
     assert len(texts) == 4
+    lines.row({"step": 150, "epoch": 3, "time": 2.0, "top1": 0.8}, False)  # behind the loop
+    assert caplog.records[-1].getMessage() == "epoch 3/3  step 150/150  top1 0.8"
 
 
 def test_long_evaluation_has_a_line_after_ten_seconds_and_each_half_minute(clock, caplog):

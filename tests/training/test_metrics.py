@@ -12,7 +12,7 @@ from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
 from hpctrain.rundir import RunDirectory
 from hpctrain.training.consensus import Consensus, on_rank_zero
-from hpctrain.training.metrics import Metrics, trim
+from hpctrain.training.metrics import Metrics, table, trim
 
 
 @pytest.fixture
@@ -118,3 +118,25 @@ def test_metrics_error_on_rank_0_is_raised(single):
     assert on_rank_zero(single, os.getpid) == os.getpid()
     with pytest.raises(GivenUpError, match="three starts"):
         on_rank_zero(single, fail)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "score"),
+    [
+        ({"loss": 0.5, "top1": 0.75}, ("top-1", "0.7500")),
+        ({"loss": 0.5}, ("loss", "0.5000")),
+        ({"generator_loss": 0.5}, None),
+    ],
+)
+def test_table_at_the_end_has_top1_or_loss_if_the_run_has_one(metrics, score, tmp_path):
+    summary = {
+        "metrics": metrics,
+        "samples_per_second": 1000.0,
+        "seconds": 2.0,
+        "world_size": 1,
+        "backend": "single",
+        "precision": "fp32",
+    }
+    first, *_ = lines = table(summary, "none", tmp_path).splitlines()
+    assert tuple(first.split()) == (score or ("images/s", "1,000"))
+    assert len(lines) == (7 if score else 6)
