@@ -55,6 +55,7 @@ OPTIONAL_PARTS = {
     "no-driver": "a machine without an NVIDIA driver",
     "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
     "timm": "pip install timm",
+    "torchdata": "pip install torchdata",
     "transformers": "pip install transformers accelerate",
     "two-cores": "two cores",
     "two-gpus": "two GPUs",

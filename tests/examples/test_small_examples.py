@@ -145,15 +145,21 @@ def test_example_has_the_weights_of_the_same_by_hand(name, size, backend, lackin
     torch.testing.assert_close(saved_weights(), BY_HAND[name](size), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_example_killed_and_resumed_has_the_bits_of_an_undisturbed_run(name, tmp_path, monkeypatch):
+def killed_and_resumed(name, tmp_path, monkeypatch, torchdata=True):
+    """Compare all that a killed and resumed run leaves with that of an undisturbed one, bit by bit.
+
+    Returns:
+        Log of rank 0 of the resumed run.
+    """
     found = {}
     for run, kills in {"whole": (None,), "resumed": (KILLED_AT, None)}.items():
         (tmp_path / run).mkdir()
         monkeypatch.chdir(tmp_path / run)
         for kill in kills:
-            options = ("--deterministic", "--checkpoint-every", "2", "--resume")
-            results = ranks.run(3, train, name, kill, *options)
+            more = ("--deterministic", "--checkpoint-every", "2", "--resume")
+            results = ranks.run(
+                3, train if torchdata else train_without_torchdata, name, kill, *more
+            )
             assert kill is None or all(isinstance(one, RuntimeError) for one in results)
         _, state = load_newest(RunDirectory("run"))
         images = [path.read_bytes() for path in sorted(Path("run").glob("*.pgm"))]
@@ -161,3 +167,26 @@ def test_example_killed_and_resumed_has_the_bits_of_an_undisturbed_run(name, tmp
     assert 0 < faults.started_at("run")[-1] < KILLED_AT
     unlike = sorted(faults.differences(found["whole"], found["resumed"], "run"))
     assert not unlike, unlike[:5]
+    return Path("run/logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "streaming"])
+def test_example_killed_and_resumed_has_the_bits_of_an_undisturbed_run(name, tmp_path, monkeypatch):
+    killed_and_resumed(name, tmp_path, monkeypatch)
+
+
+def test_streaming_example_resumes_by_the_state_of_its_loader(tmp_path, monkeypatch, lacking):
+    if importlib.util.find_spec("torchdata") is None:
+        lacking("torchdata", "no module named torchdata")
+    log = killed_and_resumed("streaming", tmp_path, monkeypatch)
+    assert "fetched and dropped" not in log
+
+
+def train_without_torchdata(*arguments):
+    sys.modules["torchdata"] = None
+    return train(*arguments)
+
+
+def test_streaming_example_without_torchdata_resumes_by_replay(tmp_path, monkeypatch):
+    log = killed_and_resumed("streaming", tmp_path, monkeypatch, torchdata=False)
+    assert "batches are fetched and dropped" in log
