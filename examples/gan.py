@@ -7,6 +7,8 @@ from torch import nn
 import hpctrain
 from hpctrain.data import load
 
+LATENT = 64  # numbers behind an image
+
 
 def options():
     parser = hpctrain.options(description=__doc__)
@@ -15,19 +17,16 @@ def options():
         "--data", default="digits", metavar="PATH|NAME", help="as in mnist.py (%(default)s)"
     )
     group.add_argument("--lr", type=float, default=1e-3, metavar="X", help="(%(default)s)")
-    group.add_argument(
-        "--latent", type=int, default=64, metavar="N", help="numbers behind an image (%(default)s)"
-    )
     return parser
 
 
-def generator_of(height, width, latent):
-    """Return a model that makes images (N, 1, height, width) of noise (N, latent).
+def generator_of(height, width):
+    """Return a model that makes images (N, 1, height, width) of noise (N, LATENT).
 
     Group norm, unlike batch norm, does not depend on the number of images on a rank.
     """
     return nn.Sequential(
-        nn.Linear(latent, 64 * (height // 4) * (width // 4)),
+        nn.Linear(LATENT, 64 * (height // 4) * (width // 4)),
         nn.Unflatten(1, (64, height // 4, width // 4)),
         nn.GroupNorm(8, 64),
         nn.ReLU(),
@@ -51,13 +50,13 @@ def discriminator_of(height, width):
     )
 
 
-def noise_for(session, images, latent, draws):
-    """Return noise (N, latent) for the N images of this rank.
+def noise_for(session, images, draws):
+    """Return noise (N, LATENT) for the N images of this rank.
 
     All ranks draw the noise of all ranks, and each takes its own part. So a step has the same noise
     on any number of ranks.
     """
-    noise = torch.randn(session.world.world_size, len(images), latent, generator=draws)
+    noise = torch.randn(session.world.world_size, len(images), LATENT, generator=draws)
     return noise[session.world.rank].to(images)
 
 
@@ -74,7 +73,7 @@ def main():
     with hpctrain.Session(args) as session:
         train_set, _ = load(args.data)
         loader = session.loader(train_set)
-        generator = generator_of(*train_set.size, args.latent)
+        generator = generator_of(*train_set.size)
         discriminator = discriminator_of(*train_set.size)
         adam = {"lr": args.lr, "betas": (0.5, 0.999)}
         first = torch.optim.Adam(generator.parameters(), **adam)
@@ -83,13 +82,13 @@ def main():
             generator, discriminator, first, second
         )
         draws = torch.Generator().manual_seed(session.options.seed)
-        shown = torch.randn(64, args.latent, generator=draws).to(next(generator.parameters()))
+        shown = torch.randn(64, LATENT, generator=draws).to(next(generator.parameters()))
 
         with session.run(state={"draws": draws}) as run:
             for epoch in run.epochs(5):
                 for images, _ in run.batches(loader):
                     with session.autocast():
-                        made = generator(noise_for(session, images, args.latent, draws))
+                        made = generator(noise_for(session, images, draws))
                         real, fake = discriminator(images), discriminator(made.detach())
                         found = F.softplus(-real).mean() + F.softplus(fake).mean()
                     session.backward(found)

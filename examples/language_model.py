@@ -15,16 +15,10 @@ def options():
     parser.set_defaults(data=str(Path(__file__).parents[1] / "docs"), lr=1e-2, decay="weights")
     parser.set_defaults(lr_warmup_steps=20, lr_schedule="cosine", lr_min=1e-3, clip_norm=1.0)
     group = parser.add_argument_group("options of this example")
-    for name, default, text in (
-        ("context", 32, "characters that the model sees"),
-        ("width", 64, "features of a character"),
-        ("layers", 2, "transformer layers"),
-        ("eval-every", 50, "steps between two evaluations"),
-        ("sample", 300, "characters to print at the end"),
-    ):
-        group.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (%(default)s)"
-        )
+    group.add_argument(
+        "--context", type=int, default=32, metavar="N", help="characters it sees (%(default)s)"
+    )
+    group.add_argument("--eval-every", type=int, default=50, metavar="STEPS", help="(%(default)s)")
     return parser
 
 
@@ -36,7 +30,7 @@ def read(path):
 
 
 class GPT(nn.Module):
-    def __init__(self, characters, context, width, layers, heads=4):
+    def __init__(self, characters, context, width=64, layers=2, heads=4):
         super().__init__()
         self.character = nn.Embedding(characters, width)
         self.place = nn.Embedding(context, width)
@@ -85,11 +79,11 @@ def evaluate(session, model, loader):
     return total / count
 
 
-def continued(session, model, tokens, context, count, generator):
-    """Return tokens (length,) and `count` more, each drawn by the model."""
+def continued(session, model, tokens, context, generator):
+    """Return tokens (length,) and 300 more, each drawn by the model."""
     model.eval()
     with torch.no_grad(), session.autocast():
-        for _ in range(count):
+        for _ in range(300):
             likely = model(tokens[None, -context:])[0, -1].float().softmax(0).cpu()
             tokens = torch.cat([tokens, likely.multinomial(1, generator=generator).to(tokens)])
     return tokens
@@ -101,10 +95,10 @@ def main():
         text = read(args.data)
         characters = sorted(set(text))
         tokens = torch.tensor([characters.index(one) for one in text], device=session.device)
-        train, test = tokens.split([len(tokens) * 9 // 10, len(tokens) - len(tokens) * 9 // 10])
+        train, test = tokens.tensor_split([len(tokens) * 9 // 10])
         size = args.context + 1
         test_loader = session.loader(test.unfold(0, size, size).cpu(), train=False)
-        model = GPT(len(characters), args.context, args.width, args.layers)
+        model = GPT(len(characters), args.context)
         optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1)
         model, optimizer = session.prepare(model, optimizer)
         generator = torch.Generator().manual_seed(session.options.seed)
@@ -120,7 +114,7 @@ def main():
                     run.log(eval_loss=evaluate(session, model, test_loader))
         # --resume on a finished run leaves the loop out, and prints the same sample again.
         if session.is_main:
-            sample = continued(session, model, test[:20], args.context, args.sample, generator)
+            sample = continued(session, model, test[:20], args.context, generator)
             print("".join(characters[number] for number in sample.tolist()))
 
 

@@ -50,15 +50,9 @@ class Model(nn.Module):
 
 
 def contrastive(session, first, second, temperature=0.5):
-    """Return the mean loss of this rank's rows, each compared with the rows of all ranks.
+    """Return the mean loss of this rank's rows (N, D), compared with the rows of all ranks.
 
-    Source: arXiv 2002.05709, equation 1. With accumulation, a row is compared with those of the
-    same micro-batch.
-
-    Args:
-        session: session of this rank.
-        first, second: features of two views of the same images, of shape (N, D).
-        temperature: divisor of the similarities.
+    Source: arXiv 2002.05709, equation 1. Micro-batches that accumulate do not see each other.
     """
     own = F.normalize(torch.cat([first, second]))
     everyone = session.all_gather(own)  # (2N · world_size, D), in the order of ranks

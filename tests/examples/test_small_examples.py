@@ -26,11 +26,10 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 
 # Small steps, of which some are in a second epoch: 1,437 digits are 5 steps of 240.
 OPTIONS = {
     "language_model": (
-        *("--data", "text.txt", "--width", "16", "--layers", "1", "--context", "8"),
+        *("--data", "text.txt", "--context", "8", "--lr-warmup-steps", "3", "--eval-every", "3"),
         *("--global-batch", "24", "--batch-size", "4", "--max-steps", "8", "--log-every", "1"),
-        *("--lr-warmup-steps", "3", "--eval-every", "3", "--sample", "20"),
     ),
-    "gan": ("--global-batch", "240", "--max-steps", "7", "--latent", "16", "--log-every", "1"),
+    "gan": ("--global-batch", "240", "--max-steps", "7", "--log-every", "1"),
     "simclr": ("--global-batch", "120", "--max-steps", "13", "--log-every", "1"),
     "streaming": ("--global-batch", "96", "--epochs", "2", "--log-every", "1"),
 }
@@ -89,7 +88,7 @@ def language_model_by_hand(size):
     characters = sorted(set(TEXT))
     tokens = torch.tensor([characters.index(one) for one in TEXT])[: len(TEXT) * 9 // 10]
     torch.manual_seed(SEED)
-    model = example.GPT(len(characters), context=8, width=16, layers=1).double()
+    model = example.GPT(len(characters), context=8).double()
     steps, highest, least = 8, 1e-2, 1e-3
     language_model.train(model, tokens, 8, 24, SEED, steps, 3, highest, least)
     return flat(model.parameters())
@@ -100,9 +99,11 @@ def gan_by_hand(size):
     (batches,) = ranks.values(ranks.run(1, batches_of, "gan", 240, 7))
     example = launches.example("gan")
     torch.manual_seed(SEED)
-    generator = example.generator_of(8, 8, 16).double()
+    generator = example.generator_of(8, 8).double()
     discriminator = example.discriminator_of(8, 8).double()
-    gan.train(generator, discriminator, [images for images, _ in batches], 16, 1e-3, SEED)
+    gan.train(
+        generator, discriminator, [images for images, _ in batches], example.LATENT, 1e-3, SEED
+    )
     return flat(generator.parameters(), discriminator.parameters())
 
 
