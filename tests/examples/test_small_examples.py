@@ -162,9 +162,10 @@ def killed_and_resumed(name, tmp_path, monkeypatch, torchdata=True):
                 3, train if torchdata else train_without_torchdata, name, kill, *more
             )
             assert kill is None or all(isinstance(one, RuntimeError) for one in results)
+        printed = ranks.values(results)
         _, state = load_newest(RunDirectory("run"))
         images = [path.read_bytes() for path in sorted(Path("run").glob("*.pgm"))]
-        found[run] = [ranks.values(results), images, faults.rows("run"), state]
+        found[run] = [printed, images, faults.rows("run"), state]
     assert 0 < faults.started_at("run")[-1] < KILLED_AT
     unlike = sorted(faults.differences(found["whole"], found["resumed"], "run"))
     assert not unlike, unlike[:5]
