@@ -99,6 +99,13 @@ class Options:
         "initial weights of the models: a file of hpctrain export or torch.save",
         metavar="FILE",
     )
+    init_skip: str | None = option(
+        "--init-skip",
+        None,
+        "weights that --init-from leaves as the script made them, such as 'fc.*'; several patterns "
+        "with commas",
+        metavar="PATTERNS",
+    )
     elastic: bool = option(
         "--elastic",
         False,

@@ -7,8 +7,10 @@ before each name; `export` describes the safetensors format.
 
 import argparse
 import contextlib
+import fnmatch
 import importlib
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
@@ -63,43 +66,96 @@ def check_weights(path: Path) -> None:
             ) from None
 
 
-def fill_weights(path: Path, model: nn.Module, number: int) -> None:
+def fill_weights(path: Path, model: nn.Module, number: int, skip: Sequence[str] = ()) -> None:
     """Load the weights and buffers in a file into a model; all of them or none.
+
+    A name that the file lacks is filled if it shares its memory with one that the file has.
 
     Args:
         path: file with the weights.
         model: model as the script created it.
         number: number of the model, from 0; a file may contain several models.
+        skip: patterns of names that stay as they are in the model, in the syntax of fnmatch.
 
     Raises:
-        UsageError: the file cannot be read, or its names or shapes differ from the model's.
+        UsageError: the file cannot be read, its names or shapes differ from the model's, or a
+            pattern fits no name.
     """
     own = {name: value for name, value in model.state_dict().items() if _is_data(value)}
-    found = _of_model(_read(path), number, own.keys())
+    content = _read(path)
+    found = _of_model(content, number, own.keys())
     if found is None:
         logger.warning(
             "%s has no model %d; the model keeps the weights from the script", path, number
         )
         return
     weights = {name: value for name, value in found.items() if _is_data(value)}
-    wrong = [f"has no {name}" for name in own if name not in weights]
-    wrong += [f"has {name}, which the model does not have" for name in weights if name not in own]
-    wrong += [
-        f"has {name} of shape {tuple(weights[name].shape)}, the model's is {tuple(value.shape)}"
-        for name, value in own.items()
-        if name in weights and not is_lazy(value) and weights[name].shape != value.shape
-    ]
-    if wrong:
-        more = len(wrong) - _MOST_NAMED
+    names = {*own, *weights}
+    unused = [pattern for pattern in skip if not fnmatch.filter(names, pattern)]
+    # Of several models, a pattern may be for another one.
+    if unused and _of_model(content, 1, ()) is None:
         raise UsageError(
             "HT714",
-            f"{path} {'; '.join(wrong[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else ""),
+            f"--init-skip {shlex.quote(unused[0])} fits no name of the model or of {path}",
+            f"patterns of names such as {next(iter(own), 'fc.weight')}",
+            "--init-skip 'fc.*'",
+        )
+    kept = {name for pattern in skip for name in fnmatch.filter(names, pattern)}
+    wrong = _differences(own, weights)
+    left = {name: text for name, text in wrong.items() if name not in kept}
+    if left:
+        texts, more = list(left.values()), len(left) - _MOST_NAMED
+        # Where most names differ, it is the file of another model.
+        line = ",".join([*skip, *covering(left.keys(), names)])
+        raise UsageError(
+            "HT714",
+            f"{path} {'; '.join(texts[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else ""),
             "the names and shapes of model.state_dict()",
             "the file of such a model",
-            "model.load_state_dict(…, strict=False) before session.prepare(), for some weights",
+            f"--init-skip {shlex.quote(line)}, to keep what the script made of them"
+            if 2 * len(left) <= len(names)
+            else "",
         )
-    model.load_state_dict(found, strict=False)
-    logger.info("model %d begins with the weights of %s", number, path)
+    model.load_state_dict(
+        {name: value for name, value in found.items() if name not in kept}, strict=False
+    )
+    skipped = [name for name in own if name in kept]
+    more = len(skipped) - _MOST_NAMED
+    logger.info(
+        "model %d begins with the weights of %s%s",
+        number,
+        path,
+        f", but not {', '.join(skipped[:_MOST_NAMED])}" + (f" and {more} more" if more > 0 else "")
+        if skipped
+        else "",
+    )
+
+
+def _differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what is wrong with a file for a model, by name.
+
+    Args:
+        own: weights and buffers of the model.
+        weights: those in the file.
+    """
+    # The memory of lazy parameters does not exist yet.
+    there = {name: value for name, value in own.items() if not is_lazy(value)}
+    filled = {_place(value) for name, value in there.items() if name in weights}
+    missing = [name for name in own if name not in weights]
+    return {
+        **{n: f"has no {n}" for n in missing if n not in there or _place(own[n]) not in filled},
+        **{n: f"has {n}, which the model does not have" for n in weights if n not in own},
+        **{
+            n: f"has {n} of shape {tuple(weights[n].shape)}, the model's is {tuple(value.shape)}"
+            for n, value in there.items()
+            if n in weights and weights[n].shape != value.shape
+        },
+    }
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    """Return the memory of a tensor; equal for two names of one weight."""
+    return (value.data_ptr(), value.shape) if value.numel() else (id(value),)
 
 
 def _read(path: Path) -> Any:

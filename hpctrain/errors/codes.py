@@ -1250,9 +1250,10 @@ CODES: dict[str, Code] = {
         (
             "Weights of another model, or of a model with other sizes.",
             "A model with another last layer, for another number of classes.",
+            "A pattern of `--init-skip` that fits no name.",
         ),
-        "Use the weights of the same model. To load a part of them, call "
-        "`model.load_state_dict(…, strict=False)` before `session.prepare()`.",
+        "Use the weights of the same model. To load a part of them, name the others by "
+        "`--init-skip 'fc.*'`; the message has the whole line.",
     ),
     # Jobs and commands.
     "HT801": Code(

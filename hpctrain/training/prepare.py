@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +73,16 @@ def check_weights(options: Options, rank: int) -> None:
     """Check `--init-from` before the rendezvous; rank 0 checks and reads it for all ranks.
 
     Raises:
-        UsageError: the file cannot be opened, or the package that reads it is missing.
+        UsageError: the file cannot be opened, the package that reads it is missing, or there is
+            `--init-skip` and no file.
     """
+    if options.init_skip is not None and options.init_from is None:
+        raise UsageError(
+            "HT714",
+            f"--init-skip {shlex.quote(options.init_skip)} without --init-from",
+            "a file, of which it leaves out a part",
+            "--init-from FILE",
+        )
     if options.init_from is not None and rank == 0:
         checkpoint.check_weights(Path(options.init_from))
 
@@ -97,8 +106,9 @@ def prepare_model(
         UsageError: the model does not fit the file of `--init-from`.
     """
     if options.init_from is not None:
-        path = Path(options.init_from)
-        on_rank_zero(backend, lambda: checkpoint.fill_weights(path, model, number))
+        path, skip = Path(options.init_from), (options.init_skip or "").split(",")
+        patterns = [pattern.strip() for pattern in skip if pattern.strip()]
+        on_rank_zero(backend, lambda: checkpoint.fill_weights(path, model, number, patterns))
     model.to(placement.device)
     if placement.channels_last:
         for parameter in model.parameters():

@@ -1,7 +1,9 @@
 """`--init-from FILE`: the first weights of a training."""
 
 import argparse
+import fnmatch
 import logging
+import shlex
 import sys
 
 import numpy
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+import hpctrain
 from hpctrain.checkpoint import check_weights, export, fill_weights, save
+from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 
@@ -103,7 +107,11 @@ def test_init_from_refuses_other_names_and_shapes(source, tmp_path):
     )
     assert expected in found
     assert found.endswith("and 1 more")
-    assert "strict=False" in caught.value.fixes[1]
+    assert caught.value.fixes == (
+        "the file of such a model",
+        "--init-skip 'first.bias,head.*,norm.bias,norm.weight', to keep what the script made of "
+        "them",
+    )
     assert caught.value.code == "HT714"
     del state["head.weight"]
     state |= {name: torch.ones(3) for name in ("norm.weight", "norm.bias")}
@@ -111,6 +119,78 @@ def test_init_from_refuses_other_names_and_shapes(source, tmp_path):
     with pytest.raises(UsageError, match=r"first.bias of shape \(5,\), the model's is \(3,\)"):
         fill_weights(tmp_path / "other.pt", model, 0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Classifier(nn.Module):
+    """A backbone of two layers, and a head named `fc`."""
+
+    def __init__(self, classes, depth=1):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        hidden = [layer for _ in range(depth - 1) for layer in (nn.Linear(4, 4), nn.ReLU())]
+        self.fc = nn.Sequential(*hidden, nn.Linear(4, classes))
+
+
+@pytest.mark.parametrize(("classes", "depth"), [(7, 1), (7, 2)], ids=["shapes", "names"])
+def test_error_of_another_head_has_the_line_that_skips_it(classes, depth, tmp_path, caplog):
+    source, model = Classifier(5), Classifier(classes, depth)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    new_head = {name: value.clone() for name, value in model.fc.state_dict().items()}
+    with pytest.raises(UsageError) as caught:
+        fill_weights(tmp_path / "weights.pt", model, 0)
+    fix = caught.value.fixes[1]
+    assert fix == "--init-skip 'fc.*', to keep what the script made of them"
+    patterns = shlex.split(fix.removesuffix(", to keep what the script made of them"))[1].split(",")
+    with caplog.at_level(logging.INFO, "hpctrain"):
+        fill_weights(tmp_path / "weights.pt", model, 0, patterns)
+    assert torch.equal(model.conv.weight, source.conv.weight)
+    assert equal_state(model.norm, source.norm)
+    assert all(torch.equal(model.fc.state_dict()[name], new_head[name]) for name in new_head)
+    assert "but not fc.0.weight, fc.0.bias" in caplog.text
+
+
+def test_init_skip_is_checked(source, tmp_path):
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"--init-skip 'fcc\.\*' fits no name") as caught:
+        fill_weights(tmp_path / "weights.pt", Tied(), 0, ["norm.*", "fcc.*"])
+    assert caught.value.code == "HT714"
+    # A pattern may be for one of several models.
+    torch.save([source.state_dict(), Classifier(3).state_dict()], tmp_path / "weights.pt")
+    for number, model in enumerate([Tied(), Classifier(4)]):
+        fill_weights(tmp_path / "weights.pt", model, number, ["fc.*"])
+    with pytest.raises(UsageError, match=r"--init-skip 'fc\.\*' without --init-from") as caught:
+        hpctrain.Session(init_skip="fc.*")
+    assert caught.value.fixes == ("--init-from FILE",)
+
+
+def test_no_line_for_the_weights_of_another_model(source, tmp_path):
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"has no first\.weight") as caught:
+        fill_weights(tmp_path / "weights.pt", Tied(), 0)
+    assert not any("--init-skip" in fix for fix in caught.value.fixes)
+
+
+def test_init_from_needs_a_shared_weight_only_once(source, tmp_path):
+    state = source.state_dict()
+    del state["second.weight"]  # as Hugging Face's libraries save it
+    torch.save(state, tmp_path / "weights.pt")
+    model = Tied()
+    fill_weights(tmp_path / "weights.pt", model, 0)
+    assert equal_state(model, source)
+    del state["first.weight"]
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"has no first\.weight; has no second\.weight\n"):
+        fill_weights(tmp_path / "weights.pt", model, 0)
+
+
+def test_patterns_cover_the_chosen_names_alone():
+    names = ["a.b.w", "a.b.v", "a.c.w", "fc.w", "fc.v", "t", "ab.w", "l[0].w", "l[0].v"]
+    assert covering(["a.b.w", "a.b.v"], names) == ["a.b.*"]
+    assert covering(["a.b.w", "a.b.v", "a.c.w", "t"], names) == ["a.*", "t"]
+    assert covering(["fc.w", "ab.w"], names) == ["ab.*", "fc.w"]
+    (pattern,) = covering(["l[0].w", "l[0].v"], names)
+    assert fnmatch.filter(names, pattern) == ["l[0].w", "l[0].v"]
+    assert covering([], names) == []
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
