@@ -8,10 +8,21 @@ commits the checkpoint with a rename. `loading` checks what it loads against the
 writes weights for other programs. `weights` loads initial weights.
 """
 
-from hpctrain.checkpoint.export import export
+from hpctrain.checkpoint.export import export, frozen
 from hpctrain.checkpoint.loading import load_newest
+from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.weights import check_weights, fill_weights
 from hpctrain.checkpoint.writer import Writer, save
 
-__all__ = ["Writer", "check_weights", "export", "fill_weights", "freeze", "load_newest", "save"]
+__all__ = [
+    "Writer",
+    "check_weights",
+    "covering",
+    "export",
+    "fill_weights",
+    "freeze",
+    "frozen",
+    "load_newest",
+    "save",
+]

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from hpctrain.checkpoint.durable_files import sync
-from hpctrain.checkpoint.loading import best_of, load, places
+from hpctrain.checkpoint.loading import best_of, load, places, read_manifest
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["export"]
+__all__ = ["export", "frozen"]
 
 
 def export(
@@ -62,6 +62,8 @@ def export(
     step, state = _find(directory, step, best, ema)
     weights, metadata = _named(state, ema, directory)
     metadata |= {"format": "pt", "step": str(step), "run": _name_of(directory)}
+    if text := frozen(directory, step):
+        metadata["frozen"] = text
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         # Python creates the file, so that its mode follows the umask whatever safetensors does.
@@ -83,6 +85,29 @@ def export(
     finally:
         temporary.unlink(missing_ok=True)
     return step
+
+
+def frozen(directory: RunDirectory, step: int, most: int | None = None) -> str:
+    """Return how many parameters were frozen in a checkpoint, and patterns of their names.
+
+    Args:
+        directory: run directory.
+        step: step of the checkpoint.
+        most: patterns to name (default: all).
+
+    Returns:
+        A text such as `60 of 62 parameters: conv1.*, layer1.*`; empty if none was frozen, or if the
+        checkpoint does not say it.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    entry = read_manifest(places(directory)[step], step).get("frozen") or {}
+    if not entry.get("count"):
+        return ""
+    names = entry["parameters"]
+    more = [f"and {len(names) - most} more"] if most is not None and len(names) > most else []
+    return f"{entry['count']} of {entry['of']} parameters: {', '.join([*names[:most], *more])}"
 
 
 def _find(

@@ -9,6 +9,8 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
 
+_MOST_NAMED = 5
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
@@ -38,12 +40,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     checkpoint = importlib.import_module("hpctrain.checkpoint")
+    directory = RunDirectory(arguments.run)
     step = checkpoint.export(
-        RunDirectory(arguments.run),
+        directory,
         arguments.file,
         step=arguments.step,
         best=arguments.best,
         ema=arguments.ema,
     )
     sys.stdout.write(f"{arguments.file}: the weights of step {step}\n")
+    if frozen := checkpoint.frozen(directory, step, most=_MOST_NAMED):
+        sys.stdout.write(f"frozen: {frozen}\n")
     return 0

@@ -1,11 +1,13 @@
 """Checkpoints of a run: when to save, which rank writes, and what a failed write means."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from hpctrain.checkpoint import Writer
+from torch import nn
+
+from hpctrain.checkpoint import Writer, covering
 from hpctrain.errors import ReplacedError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
@@ -129,8 +131,9 @@ class CheckpointManager:
 
             def write() -> None:
                 if self._writer is not None and state is not None:
-                    facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
-                    self._writer.save(position.step, state, facts)
+                    facts = {"time": time.time(), "metrics": dict(metrics)}
+                    facts |= {"frozen": _frozen(context.models)}
+                    self._writer.save(position.step, state, {**self._facts, **facts})
 
             on_rank_zero(context.backend, write)
         self.saved = position
@@ -149,3 +152,15 @@ class CheckpointManager:
         """Complete the write that is under way, and end the writer."""
         if self._writer is not None:
             self._writer.close()
+
+
+def _frozen(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the parameters without a gradient, as patterns of names, and their number of all."""
+    several = len(models) > 1
+    trained = {
+        f"model{number}.{name}" if several else name: parameter.requires_grad
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+    frozen = [name for name, requires_grad in trained.items() if not requires_grad]
+    return {"count": len(frozen), "of": len(trained), "parameters": covering(frozen, trained)}

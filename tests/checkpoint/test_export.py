@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from hpctrain.checkpoint import export, save
+import hpctrain
+from hpctrain.checkpoint import export, fill_weights, save
 from hpctrain.cli import main
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
@@ -108,6 +109,45 @@ def test_export_of_several_models(tmp_path):
         export(run, target, ema=True)
     assert caught.value.fixes == ("leave out --ema",)
     assert caught.value.code == "HT710"
+
+
+class Backbone(nn.Module):
+    """Seven blocks, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        for number in range(7):
+            self.add_module(f"block{number}", nn.Linear(2, 2))
+        self.token = nn.Parameter(torch.zeros(2))
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.block0(x + self.token))
+
+
+def test_checkpoint_and_export_name_what_was_frozen(tmp_path, capsys):
+    target, run = tmp_path / "out.safetensors", RunDirectory(tmp_path / "run")
+    with hpctrain.Session(batch_size=2, run_dir=str(run.path)) as session:
+        model = Backbone().requires_grad_(False)
+        model.head.requires_grad_(True)
+        model = session.prepare(model)
+        with session.run() as training:
+            training.save()
+            model.requires_grad_(True)
+            training.step = 1
+            training.save()
+    parameters = [*(f"block{number}.*" for number in range(7)), "token"]
+    manifest = json.loads((run.checkpoint(0) / "manifest.json").read_text())
+    assert manifest["frozen"] == {"count": 15, "of": 17, "parameters": parameters}
+    capsys.readouterr()
+    assert main(["export", str(run.path), str(target), "--step", "0"]) == 0
+    named = "block0.*, block1.*, block2.*, block3.*, block4.*, and 3 more"
+    assert capsys.readouterr().out.splitlines()[1:] == [f"frozen: 15 of 17 parameters: {named}"]
+    assert metadata(target)["frozen"] == f"15 of 17 parameters: {', '.join(parameters)}"
+    fill_weights(target, Backbone(), 0)  # which reads other names of weights in the metadata
+    assert main(["export", str(run.path), str(target), "--step", "1"]) == 0
+    assert "frozen" not in capsys.readouterr().out
+    assert "frozen" not in metadata(target)
 
 
 def test_export_refuses_a_damaged_checkpoint(run, tmp_path):
