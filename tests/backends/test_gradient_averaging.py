@@ -234,6 +234,23 @@ def test_script_may_use_groups_of_some_ranks():
     found = ranks.values(ranks.run(3, sums_of_groups))
     assert [set(sums) for sums, _ in found] == [{3.0}, {3.0}, {3.0}]
     assert found[0][1] == found[1][1] == found[2][1]
+def train_frozen_after_prepare(way):
+    with session(batch_size=1, deterministic=True, precision="fp64", seed=3) as opened:
+        raw = Coder()
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
+        raw.encoder.requires_grad_(False)
+        for _ in range(STEPS):
+            for points in own_points(opened):
+                opened.step(WAYS[way](model, raw, points))
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("way", ["forward", "loss"])
+def test_parameters_frozen_after_prepare_with_deterministic(way):
+    """The first step is rehearsed, without the gradients of frozen parameters."""
+    (alone,) = ranks.values(ranks.run(1, train_frozen_after_prepare, way))
+    for weights in ranks.values(ranks.run(3, train_frozen_after_prepare, way)):
+        assert weights == pytest.approx(alone, rel=1e-12)
 
 
 def prepare_again():

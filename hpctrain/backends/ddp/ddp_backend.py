@@ -117,17 +117,18 @@ class DDP(Backend):
         Raises:
             UsageError: the compression does not support the gradients.
         """
-        self._trained.append(Trained(model))
+        self._trained.append(trained := Trained(model))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self.broadcast([*model.parameters(), *model.buffers()])
             return model
-        wrapped = self._wrap(model, init_sync=True)
+        wrapped = self._wrap(trained, init_sync=True)
         self.broadcast(list(model.buffers()))
         return wrapped
 
-    def _wrap(self, model: nn.Module, init_sync: bool) -> "TransparentDDP":
+    def _wrap(self, trained: Trained, init_sync: bool) -> "TransparentDDP":
+        model = trained.model
         ddp_options.check_model(model, self._own["compression"], self.transport)
-        wrapped = TransparentDDP(model, {**self._arguments(model), "init_sync": init_sync})
+        wrapped = TransparentDDP(trained, {**self._arguments(model), "init_sync": init_sync})
         ddp_options.compress(wrapped, self._own)
         wrapped.rehearses = self._deterministic
         self._wrapped.append(wrapped)
@@ -223,7 +224,7 @@ class DDP(Backend):
         if wrapped:
             self._renew(wrapped[0])
         else:
-            wrapped = [self._wrap(trained.model, init_sync=False)]
+            wrapped = [self._wrap(trained, init_sync=False)]
         return [*(model for model in idle if model not in wrapped), *wrapped]
 
     def sync_gradients(self) -> None:
@@ -371,7 +372,7 @@ class TransparentDDP(Transparent, DistributedDataParallel):
     """DistributedDataParallel that exposes the attributes, names and state of the model inside.
 
     Args:
-        module: model to wrap.
+        trained: model to wrap, with a record of its trained parameters.
         arguments: further arguments of DistributedDataParallel.
 
     Attributes:
@@ -386,8 +387,9 @@ class TransparentDDP(Transparent, DistributedDataParallel):
     rearranged = False
     own_hook: tuple[object, Callable[..., Any]] | None = None
 
-    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
-        super().__init__(module, **arguments)
+    def __init__(self, trained: Trained, arguments: dict[str, Any]) -> None:
+        super().__init__(trained.model, **arguments)
+        self._trained = trained
 
     def renew(self, arguments: dict[str, Any]) -> None:
         """Initialize again with the parameters that are trained now; called by all ranks.
@@ -410,7 +412,8 @@ class TransparentDDP(Transparent, DistributedDataParallel):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run DistributedDataParallel's forward pass, after a rehearsal if one is due."""
         if torch.is_grad_enabled():
-            if self.rehearses:
+            # Frozen parameters would be waited for. After a change, `DDP.attach` rehearses.
+            if self.rehearses and not self._trained.changed():
                 self.rehearses = False
                 rehearse(self, inputs, keywords)
             object.__setattr__(self, "passed", True)  # avoids the checks of nn.Module
