@@ -8,6 +8,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from battery import session
+from battery import session, small_model
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -251,6 +252,22 @@ def test_parameters_frozen_after_prepare_with_deterministic(way):
     (alone,) = ranks.values(ranks.run(1, train_frozen_after_prepare, way))
     for weights in ranks.values(ranks.run(3, train_frozen_after_prepare, way)):
         assert weights == pytest.approx(alone, rel=1e-12)
+
+
+def unfreeze_beside_batch_norm():
+    with session(batch_size=2, deterministic=True, precision="fp64", seed=3) as opened:
+        model = small_model().eval()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(2):
+            model[0].requires_grad_(step > 0)
+            opened.step(model(torch.randn(2, 1, 8, 8, dtype=torch.float64)).square().mean())
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def test_unfreezing_with_deterministic_leaves_the_statistics_of_batch_norm_alone():
+    """In eval mode, the backward pass needs the statistics that the forward pass has read."""
+    found = ranks.values(ranks.run(3, unfreeze_beside_batch_norm))
+    assert found == [found[0]] * 3
 
 
 def prepare_again():

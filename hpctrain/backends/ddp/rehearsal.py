@@ -115,7 +115,9 @@ class _Buffers:
     def put_back(self) -> None:
         for name, buffer, value in self._saved:
             self._places[name] = buffer
-            if buffer is not None and value is not None:
+            # A write would forbid the backward pass of a graph that has read the buffer, as that of
+            # batch norm in eval mode.
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
                 with torch.no_grad():
                     buffer.copy_(value)
 
