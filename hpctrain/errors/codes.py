@@ -918,6 +918,7 @@ CODES: dict[str, Code] = {
             "The script has a scheduler, and an option asks for a second one.",
             "The scheduler was made before session.prepare().",
             "The loader has no length, and the schedule needs the steps of an epoch.",
+            "Groups of parameters have `lr_scale`, which only timm's schedulers apply.",
         ),
         "Keep one schedule, and make it after session.prepare(). If the loader has no length, set "
         "--max-steps, and --lr-warmup-steps in place of --lr-warmup-epochs.",

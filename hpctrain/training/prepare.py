@@ -258,7 +258,8 @@ def check_schedule(schedule: optim.Schedule, optimizers: Sequence[Optimizer]) ->
     """Check that the schedule of the options can set the learning rates of the optimizers.
 
     Raises:
-        UsageError: an optimizer has a scheduler of the script, or all rates are below the least.
+        UsageError: an optimizer has a scheduler of the script or factors of timm for its rates, or
+            all rates are below the least.
     """
     if any(map(optim.scheduled, optimizers)):
         raise UsageError(
@@ -269,6 +270,15 @@ def check_schedule(schedule: optim.Schedule, optimizers: Sequence[Optimizer]) ->
             "remove the scheduler from the script",
         )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any("lr_scale" in group for group in groups):
+        raise UsageError(
+            "HT610",
+            "groups of parameters with lr_scale, which only timm's schedulers apply, and "
+            "--lr-schedule or --lr-warmup-…",
+            "the rate of each group in its lr",
+            'for group in groups: group["lr"] = args.lr * group.pop("lr_scale")',
+            "leave the options out, and step a scheduler of timm",
+        )
     # Without a least rate, no tensor is read from its device.
     rates = [float(group.get("initial_lr", group["lr"])) for group in groups if schedule.least]
     highest = max(rates, default=schedule.least)

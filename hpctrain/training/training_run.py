@@ -666,7 +666,8 @@ class Run:
     def _end_row(self) -> None:
         context, tail = self._context, self._watch.lap(self.step)
         if context.optimizers:
-            tail = {"lr": float(context.optimizers[0].param_groups[0]["lr"]), **tail}
+            groups = context.optimizers[0].param_groups
+            tail = {"lr": max(float(group["lr"]) for group in groups), **tail}
         numbers = context.precision.numbers()
         if self._gradients.norm is not None:
             numbers = {"grad_norm": self._gradients.norm, **numbers}

@@ -310,6 +310,54 @@ def test_least_rate_above_the_rates_is_refused():
     assert error.fixes == ("--lr-min 0.01",)
 
 
+def rates_of_layers(groups, options):
+    """Return the rates of the optimizer's groups in each step, and the logged ones."""
+    with session(batch_size=4, run_dir="run", max_steps=10, log_every=1, **options) as opened:
+        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        parts = [{"params": p.parameters(), **g} for p, g in zip(model, groups, strict=True)]
+        model, optimizer = opened.prepare(model, torch.optim.AdamW(parts, lr=0.1))
+        rates = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for points in run.batches(torch.full((4, 1), float(n)) for n in range(10)):
+                    rates.append([group["lr"] for group in optimizer.param_groups])
+                    loss = model(points).mean()
+                    opened.step(loss)
+                    run.log(loss=loss)
+        return rates, [row["lr"] for row in run.directory.rows() if "loss" in row]
+
+
+def test_layerwise_rates_keep_their_ratio(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "lr_scaling": "linear", "lr_reference_batch": 8, "lr_warmup_steps": 4,
+        "lr_schedule": "cosine", "decay": "weights",
+    }  # fmt: skip
+    rates, logged = rates_of_layers([{"lr": 0.001}, {}], options)
+    ratios = [[rate / row[-1] for rate in row] for row in rates]
+    assert ratios == [pytest.approx([0.01, 0.01, 1, 1])] * 10  # a group without decay after each
+    assert rates[0][-1] == pytest.approx(0.05 / 4)
+    assert rates[4][-1] == pytest.approx(0.05)
+    assert logged == pytest.approx([row[-1] for row in rates])
+
+
+def test_least_rate_is_not_above_the_rate_of_any_layer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"lr_schedule": "cosine", "lr_min": 0.01}
+    rates, _ = rates_of_layers([{"lr": 0.001}, {}], options)
+    assert [row[0] for row in rates] == pytest.approx([0.001] * 10)
+    curve = [0.01 + 0.09 * (1 + math.cos(math.pi * s / 10)) / 2 for s in range(10)]
+    assert [row[1] for row in rates] == pytest.approx(curve)
+
+
+def test_factors_of_timm_for_rates_are_refused_with_a_schedule(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(hpctrain.errors.UsageError, match="with lr_scale") as caught:
+        rates_of_layers([{"lr_scale": 0.1}, {}], {"lr_schedule": "cosine"})
+    assert caught.value.code == "HT610"
+    assert 'group["lr"] = args.lr * group.pop("lr_scale")' in caught.value.fixes[0]
+
+
 def decayed_parameters(decay):
     with session(batch_size=4, decay=decay) as opened:
         model = small_model()
