@@ -57,6 +57,7 @@ def options():
         kind, text = number(type(default), least, most), f"{text} (%(default)s)"
         add(f"--{name}", type=kind, default=default, metavar="N", help=text)
     add("--trivial-augment", action="store_true", help="arXiv 2103.10158")
+    add("--rand-augment", action="store_true", help="arXiv 1909.13719")
     add("--nesterov", action="store_true", help="use Nesterov momentum")
     return parser
 
@@ -70,6 +71,8 @@ def load(args):
     augment = []
     if args.trivial_augment:
         augment.append(v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR))
+    if args.rand_augment:
+        augment.append(v2.RandAugment(interpolation=v2.InterpolationMode.BILINEAR))
     if args.random_erase:
         mean = [round(255 * value) for value in MEAN]
         augment.append(v2.RandomErasing(args.random_erase, value=mean))

@@ -44,6 +44,7 @@ PARTS = {
     "ssh": "apt-get install openssh-server",
     "strace": "apt-get install strace",
     "submitit": "pip install submitit",
+    "timm": "pip install timm",
 }
 # Properties of a machine, programs without a Debian package, and packages whose programs are tried:
 # --strict-parts does not need them.
@@ -54,7 +55,6 @@ OPTIONAL_PARTS = {
     "lightning": "pip install lightning",
     "no-driver": "a machine without an NVIDIA driver",
     "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
-    "timm": "pip install timm",
     "torchdata": "pip install torchdata",
     "transformers": "pip install transformers accelerate",
     "two-cores": "two cores",

@@ -53,6 +53,23 @@ class Noisy(Dataset):
         return torch.tensor([index, *numbers], dtype=torch.float64)
 
 
+class Augmented(Dataset):
+    """Images that torchvision changes at random: the mean of each channel."""
+
+    def __init__(self):
+        from torchvision.transforms import v2
+
+        self.change = v2.Compose([v2.RandomResizedCrop(8), v2.RandAugment(), v2.RandomErasing()])
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        pixels = torch.arange(3 * 16 * 16, dtype=torch.uint8).reshape(3, 16, 16)
+        means = self.change(pixels + index).double().mean((1, 2)) / 255
+        return torch.tensor([index, *means], dtype=torch.float64)
+
+
 def collate(samples):
     """Return a batch with one more random number in each row."""
     return torch.cat([torch.stack(samples), torch.rand(len(samples), 1).double()], 1)
@@ -129,6 +146,7 @@ LOADERS = {
     "seeded": lambda: DataLoader(
         Noisy(), SIZE, shuffle=True, generator=torch.Generator().manual_seed(3)
     ),
+    "augmented": lambda: DataLoader(Augmented(), SIZE, shuffle=True, num_workers=2),
     "endless": lambda: DataLoader(Noisy(), SIZE, sampler=Endless()),
 }
 
@@ -194,6 +212,7 @@ def start(size, arguments, keywords):
     "name",
     [
         *("workers", "grouped", "whole-batches"),
+        pytest.param("augmented", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("in-order", "weighted", "with-epoch", "subclass", "bar", "seeded")
@@ -256,6 +275,7 @@ def kill_and_resume(size, name, backend, **keywords):
     [
         *(("workers", "ddp"), ("grouped", "ddp"), ("workers", "horovod")),
         pytest.param("weighted", "ddp", marks=pytest.mark.slow),
+        pytest.param("augmented", "ddp", marks=pytest.mark.slow),
         pytest.param("grouped", "horovod", marks=pytest.mark.slow),
     ],
     indirect=["backend"],

@@ -9,7 +9,9 @@ from torch import nn
 
 import hpctrain
 import hpctrain.rundir
-from hpctrain.data import Images
+from hpctrain.arguments import Batches
+from hpctrain.cluster.world import World
+from hpctrain.data import Images, TrainingSampler
 
 # The fixture `run` over ddp by default, and over Horovod with --all.
 HOROVOD_SLOW = pytest.mark.parametrize(
@@ -64,6 +66,17 @@ def train(session, steps, model=None, lr=0.05):
     if session.is_main:
         losses = [row["loss"] for row in hpctrain.rundir.RunDirectory(path).rows()]
     return losses, model
+
+
+def orders(samples, batch, epochs, seed=0):
+    """Return the samples of each step, by epoch, for a loop without a session."""
+    world = World(0, 1, 0, 1, 0, 1, ("here",), "none")
+    sampler = TrainingSampler(samples, Batches(batch, batch, 1), world, seed)
+    found = []
+    for epoch in range(epochs):
+        sampler.epoch = epoch
+        found.append(list(sampler))
+    return found
 
 
 def identity():

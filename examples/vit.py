@@ -1,0 +1,75 @@
+"""A Vision Transformer of timm, with AdamW, layer-wise rates, warm-up and cosine."""
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.optim import param_groups_layer_decay
+
+import hpctrain
+from hpctrain.data import load
+
+
+def options():
+    parser = hpctrain.options(recipe=True, description=__doc__)
+    parser.set_defaults(lr=5e-3, lr_warmup_epochs=0.5, lr_schedule="cosine")
+    add = parser.add_argument_group("options of this example").add_argument
+    add("--model", default="vit_tiny_patch16_224", help="name of a ViT of timm (%(default)s)")
+    add("--width", type=int, default=64, metavar="N", help="numbers in a token (%(default)s)")
+    add("--depth", type=int, default=4, metavar="N", help="number of blocks (%(default)s)")
+    add("--weight-decay", type=float, default=0.05, metavar="X", help="(%(default)s)")
+    text = "factor between the rates of a block and the one behind it (%(default)s)"
+    add("--layer-decay", type=float, default=0.75, metavar="X", help=text)
+    return parser
+
+
+def build(args, dataset):
+    """Return the model, for images of the data set in 4 × 4 patches, and its optimizer."""
+    model = timm.create_model(
+        args.model,
+        img_size=dataset.size,
+        patch_size=dataset.size[0] // 4,
+        in_chans=1,
+        num_classes=dataset.classes,
+        embed_dim=args.width,
+        depth=args.depth,
+        num_heads=args.width // 16,
+    )
+    groups = param_groups_layer_decay(
+        model, args.weight_decay, model.no_weight_decay(), layer_decay=args.layer_decay
+    )
+    for group in groups:
+        # timm's own schedulers multiply by lr_scale in each step; others do not know it.
+        group["lr"] = args.lr * group.pop("lr_scale")
+    return model, torch.optim.AdamW(groups)
+
+
+def evaluate(session, model, loader, classes):
+    scores = session.classification(classes)
+    model.eval()
+    with torch.no_grad(), session.autocast(), session.averaged_weights():
+        for images, targets in loader:
+            scores.update(model(images), targets)
+    model.train()
+    return scores.compute()
+
+
+def main():
+    args = options().parse_args()
+    with hpctrain.Session(args) as session:
+        train_set, test_set = load(args.data, args.download)
+        train_loader = session.loader(train_set)
+        test_loader = session.loader(test_set, train=False)
+        model, _ = session.prepare(*build(args, train_set))
+
+        with session.run() as run:
+            for _ in run.epochs(5):
+                for images, targets in run.batches(train_loader):
+                    with session.autocast():
+                        loss = F.cross_entropy(model(images), targets)
+                    session.step(loss)
+                    run.log(loss=loss)
+                run.log(**evaluate(session, model, test_loader, train_set.classes).metrics())
+
+
+if __name__ == "__main__":
+    main()
