@@ -7,7 +7,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from battery import session
 from battery import session, small_model
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -235,6 +234,8 @@ def test_script_may_use_groups_of_some_ranks():
     found = ranks.values(ranks.run(3, sums_of_groups))
     assert [set(sums) for sums, _ in found] == [{3.0}, {3.0}, {3.0}]
     assert found[0][1] == found[1][1] == found[2][1]
+
+
 def train_frozen_after_prepare(way):
     with session(batch_size=1, deterministic=True, precision="fp64", seed=3) as opened:
         raw = Coder()
