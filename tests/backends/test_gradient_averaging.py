@@ -322,21 +322,21 @@ def train_skipping(first, steps=10, **options):
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_layers_that_steps_or_ranks_leave_out_are_found(size):
+@pytest.mark.parametrize(("size", "deterministic"), [(2, False), (3, False), (3, True)])
+def test_layers_that_steps_or_ranks_leave_out_are_found(size, deterministic):
     (alone,) = ranks.values(ranks.run(1, train_skipping, 0))
-    found = ranks.values(ranks.run(size, train_skipping_and_log))
+    found = ranks.values(ranks.run(size, train_skipping_and_log, deterministic))
     for weights, _ in found:
         assert weights == pytest.approx(alone, rel=1e-9)
     assert "the loss does not use sometimes.weight, sometimes.bias" in found[0][1]
 
 
-def train_skipping_and_log():
+def train_skipping_and_log(deterministic):
     """Return the weights, and what this rank has logged."""
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     logging.getLogger("hpctrain").addHandler(handler)
-    weights = train_skipping(0)
+    weights = train_skipping(0, deterministic=deterministic)
     return weights, lines.getvalue()
 
 

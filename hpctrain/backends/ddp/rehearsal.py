@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +26,10 @@ def rehearse(
     wrapped: DistributedDataParallel, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> None:
     """Run a forward and a backward pass, and discard their gradients and side effects.
+
+    The backward pass is left out if the outputs on some rank do not depend on all parameters, and
+    the model does not expect that: the ranks would wait for each other. The real backward pass
+    then finds these parameters, and is rehearsed itself.
 
     State of a model other than its buffers, such as a count of its calls, includes this extra call.
 
@@ -44,7 +49,8 @@ def rehearse(
     outputs: list[Tensor] = []
     map_tensors(outputs.append, found)
     parts = [output.sum() for output in outputs if output.requires_grad]
-    if parts:
+    complete = wrapped.find_unused_parameters or wrapped.static_graph or _complete(wrapped, parts)
+    if parts and complete:
         torch.autograd.backward(parts)
     wrapped.require_backward_grad_sync = synchronizes
     random_states.put_back(random, device)
@@ -79,14 +85,14 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
         saved.put_back()
 
 
-def reached(loss: Tensor) -> set[int] | None:
-    """Return the ids of the parameters on which a loss depends.
+def reached(*outputs: Tensor) -> set[int] | None:
+    """Return the ids of the parameters on which losses or outputs of a model depend.
 
     Returns:
         None if a part of the graph is hidden: torch's checkpoint(use_reentrant=True) computes it
         again in the backward pass.
     """
-    nodes, visited, found = [loss.grad_fn], set(), set()
+    nodes, visited, found = [output.grad_fn for output in outputs], set(), set()
     while nodes:
         node = nodes.pop()
         if node is None or node in visited:
@@ -97,6 +103,16 @@ def reached(loss: Tensor) -> set[int] | None:
         found.add(id(getattr(node, "variable", None)))
         nodes += [before for before, _ in node.next_functions]
     return found
+
+
+def _complete(wrapped: DistributedDataParallel, outputs: Sequence[Tensor]) -> bool:
+    """Check whether outputs depend on all trained parameters, on all ranks."""
+    used = reached(*outputs)
+    trained = [id(parameter) for parameter in wrapped.parameters() if parameter.requires_grad]
+    unused = used is not None and not used.issuperset(trained)
+    found = torch.tensor(float(unused), device=next(wrapped.parameters()).device)
+    dist.all_reduce(found)
+    return not found.item()
 
 
 class _Buffers:
