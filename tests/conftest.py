@@ -53,6 +53,7 @@ OPTIONAL_PARTS = {
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",
     "lightning": "pip install lightning",
+    "lightning_fabric": "pip install lightning-fabric",
     "no-driver": "a machine without an NVIDIA driver",
     "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
     "torchdata": "pip install torchdata",

@@ -1,0 +1,67 @@
+"""A classifier of texts in the manner of accelerate's example, started by accelerate launch."""
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+CONFIG = BertConfig(
+    vocab_size=40,
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def texts(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        length = int(torch.randint(4, 12, (), generator=generator))
+        tokens = torch.randint(1, 40, (length,), generator=generator)
+        yield tokens, int(tokens[0] < 20)
+
+
+def collate(batch):
+    tokens = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True)
+    labels = torch.tensor([label for _, label in batch])
+    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
+
+
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
+torch.manual_seed(0)
+train_loader = DataLoader(list(texts(192, 1)), batch_size=4, collate_fn=collate)
+eval_loader = DataLoader(list(texts(50, 2)), batch_size=8, collate_fn=collate)
+model = BertForSequenceClassification(CONFIG)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4)
+steps = 2 * len(train_loader) // 2
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0))
+model, optimizer, train_loader, eval_loader, schedule = accelerator.prepare(
+    model, optimizer, train_loader, eval_loader, schedule
+)
+
+for epoch in range(2):
+    model.train()
+    for batch in train_loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    model.eval()
+    losses = []
+    for batch in eval_loader:
+        with torch.no_grad():
+            logits = model(**batch).logits
+        logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
+        losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
+    accelerator.print(f"epoch {epoch}  eval_loss {torch.cat(losses).mean().item():.4f}")
+if accelerator.is_main_process:
+    torch.save(accelerator.unwrap_model(model).state_dict(), "model.pt")
+accelerator.end_training()
