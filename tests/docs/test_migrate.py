@@ -41,6 +41,16 @@ def horovod(lacking):
         lacking("horovod", "hpctrain horovod build")
 
 
+@pytest.fixture
+def packages(script, lacking):
+    """Skip a script of a package that is not installed."""
+    for name in re.findall(
+        r"^(?:from|import) (horovod|lightning_fabric|accelerate)", SCRIPTS[script], re.M
+    ):
+        if importlib.util.find_spec(name) is None:
+            lacking(name, f"no module named {name}")
+
+
 def accuracy(output):
     *_, last = re.findall(r"epoch 4 .* top1 (\S+)", output)
     return float(last)
@@ -69,6 +79,7 @@ def test_migrate_page_has_each_script_before_and_after():
     assert list(SCRIPTS) == [
         *("common.py", "ported.py", "single.py", "data_parallel.py", "ddp.py", "spawned.py"),
         *("slurm_manual.py", "mixed.py", "apex_o2.py", "horovod_manual.py"),
+        *("fabric_manual.py", "accelerate_manual.py"),
     ]
     assert len(AFTER) == len(SCRIPTS) - 2
     assert all(" ported.py" in command for command in AFTER)
@@ -112,10 +123,12 @@ def test_migrate_apex_script_trains_with_compat_imports(scripts):
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("script", ["ddp.py", "spawned.py", "horovod_manual.py"])
-def test_migrate_scripts_that_start_their_ranks_train(script, scripts, request):
-    if "horovod" in script:
-        request.getfixturevalue("horovod")
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    "script",
+    ["ddp.py", "spawned.py", "horovod_manual.py", "fabric_manual.py", "accelerate_manual.py"],
+)
+def test_migrate_scripts_that_start_their_ranks_train(script, scripts):
     command = BEFORE[script]
     done = launches.start(["bash", "-c", command], scripts, PATH=PATH, MASTER_PORT=free_port())
     assert done.returncode == 0, done.stderr
