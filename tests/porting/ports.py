@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E40
 SIZES = (1, 2, 3)
 # Packages that a script needs, by its name.
 PACKAGES = {
-    "accelerate_nlp": ("accelerate", "transformers"),
+    "accelerate_nlp": ("accelerate",),
     "fabric_digits": ("lightning_fabric",),
     "horovod_digits": ("horovod",),
 }

@@ -2,20 +2,23 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification
 
 import hpctrain
 
-CONFIG = BertConfig(
-    vocab_size=40,
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=64,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(40, 32, padding_idx=0)
+        self.block = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.block(self.tokens(input_ids), src_key_padding_mask=attention_mask == 0)
+        logits = self.head(hidden[:, 0])
+        return F.cross_entropy(logits, labels), logits
 
 
 def texts(count, seed):
@@ -27,7 +30,7 @@ def texts(count, seed):
 
 
 def collate(batch):
-    tokens = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True)
+    tokens = nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True)
     labels = torch.tensor([label for _, label in batch])
     return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
 
@@ -36,7 +39,7 @@ args = hpctrain.options().parse_args()
 with hpctrain.Session(args, accumulate=2, lr_schedule="polynomial", lr_power=1) as session:
     train_loader = DataLoader(list(texts(192, 1)), batch_size=4, collate_fn=collate)
     eval_loader = DataLoader(list(texts(50, 2)), batch_size=8, collate_fn=collate)
-    model = BertForSequenceClassification(CONFIG)
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4)
     model, optimizer, train_loader, eval_loader = session.prepare(
         model, optimizer, train_loader, eval_loader
@@ -47,7 +50,7 @@ with hpctrain.Session(args, accumulate=2, lr_schedule="polynomial", lr_power=1) 
             model.train()
             for batch in run.batches(train_loader):
                 with session.autocast():
-                    loss = model(**batch).loss
+                    loss, _ = model(**batch)
                 session.backward(loss)
                 session.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -57,7 +60,7 @@ with hpctrain.Session(args, accumulate=2, lr_schedule="polynomial", lr_power=1) 
             losses = []
             for batch in eval_loader:
                 with torch.no_grad():
-                    logits = model(**batch).logits
+                    _, logits = model(**batch)
                 logits, labels = session.gather_for_metrics((logits, batch["labels"]))
                 losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
             run.log(eval_loss=torch.cat(losses).mean())

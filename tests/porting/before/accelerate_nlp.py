@@ -3,18 +3,21 @@
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification
 
-CONFIG = BertConfig(
-    vocab_size=40,
-    hidden_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=64,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(40, 32, padding_idx=0)
+        self.block = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden = self.block(self.tokens(input_ids), src_key_padding_mask=attention_mask == 0)
+        logits = self.head(hidden[:, 0])
+        return F.cross_entropy(logits, labels), logits
 
 
 def texts(count, seed):
@@ -26,7 +29,7 @@ def texts(count, seed):
 
 
 def collate(batch):
-    tokens = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True)
+    tokens = nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True)
     labels = torch.tensor([label for _, label in batch])
     return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
 
@@ -35,7 +38,7 @@ accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulati
 torch.manual_seed(0)
 train_loader = DataLoader(list(texts(192, 1)), batch_size=4, collate_fn=collate)
 eval_loader = DataLoader(list(texts(50, 2)), batch_size=8, collate_fn=collate)
-model = BertForSequenceClassification(CONFIG)
+model = Classifier()
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4)
 steps = 2 * len(train_loader) // 2
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0))
@@ -47,7 +50,7 @@ for epoch in range(2):
     model.train()
     for batch in train_loader:
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
+            loss, _ = model(**batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -58,7 +61,7 @@ for epoch in range(2):
     losses = []
     for batch in eval_loader:
         with torch.no_grad():
-            logits = model(**batch).logits
+            _, logits = model(**batch)
         logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
         losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
     accelerator.print(f"epoch {epoch}  eval_loss {torch.cat(losses).mean().item():.4f}")
