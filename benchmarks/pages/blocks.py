@@ -12,6 +12,7 @@ COMMAND = "python benchmarks/pages"
 PAGES = (
     "benchmarks/README.md",
     "docs/errors.md",
+    "docs/ported.md",
     "docs/programs.md",
     "docs/reliability.md",
     "docs/reproducibility.md",

@@ -297,6 +297,7 @@ TABLES: dict[str, Table] = {
     "repeats": functools.partial(recorded_baseline, "repeats"),
     "by launcher": functools.partial(recorded_baseline, "by_launcher"),
     "programs": functools.partial(recorded_baseline, "programs"),
+    "ported": functools.partial(recorded_baseline, "ported"),
     "status": status,
     "errors": errors,
 }

@@ -97,13 +97,14 @@ def run_after(name, size, folder, *options):
 
 
 def run_killed(name, size, folder):
-    """Run the script after until all its ranks are killed; return the steps that it had saved."""
+    """Run the script after until all its ranks are killed; return the step of its checkpoint."""
     folder.mkdir()
     options = ("--run-dir", "run", "--deterministic", "--checkpoint-every", str(SAVED_EVERY))
     ends = start_ranks(size, folder, HERE / "after" / f"{name}.py", options, killed=True)
     assert all(isinstance(end, RuntimeError) for end in ends), ends
     assert not (folder / "model.pt").exists()
-    return sorted(path.parent.name for path in folder.glob("run/checkpoints/*/manifest.json"))
+    saved = folder.glob("run/checkpoints/step-*/manifest.json")
+    return max(int(path.parent.name.removeprefix("step-")) for path in saved)
 
 
 def resumed_from(folder):
@@ -160,7 +161,7 @@ def kill_later():
         left -= 1
         if not left:
             deadline = time.monotonic() + 60
-            while not any(Path("run/checkpoints").glob("*/manifest.json")):
+            while not any(Path("run/checkpoints").glob("step-*/manifest.json")):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -43,5 +43,5 @@ def test_ported_script_resumes_with_the_bits_of_an_undisturbed_run(script, tmp_p
     resumed = ports.run_after(script, size, killed, "--deterministic", "--resume")
     first, again = ports.resumed_from(killed)
     assert first == 0
-    assert again == int(saved[-1].removeprefix("step-")) > 0
+    assert again == saved > 0
     assert ports.same_bits(whole, resumed)
