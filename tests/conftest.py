@@ -28,10 +28,12 @@ sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 # Parts that a test may need, and how to get them. Without one, a test is skipped, or fails with
 # --strict-parts.
 PARTS = {
+    "accelerate": "pip install accelerate",
     "browser": "apt-get install chromium-headless-shell",
     "fashion-mnist": "apt-get install dataset-fashion-mnist",
     "gpu": "a machine with an NVIDIA GPU and its driver",
     "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
+    "lightning_fabric": "pip install lightning-fabric",
     "modules": "apt-get install environment-modules",
     "mount": "root, with the right to mount",
     "mpich": "apt-get install mpich",
@@ -45,18 +47,16 @@ PARTS = {
     "strace": "apt-get install strace",
     "submitit": "pip install submitit",
     "timm": "pip install timm",
+    "torchdata": "pip install torchdata",
 }
 # Properties of a machine, programs without a Debian package, and packages whose programs are tried:
 # --strict-parts does not need them.
 OPTIONAL_PARTS = {
-    "accelerate": "pip install accelerate",
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",
     "lightning": "pip install lightning",
-    "lightning_fabric": "pip install lightning-fabric",
     "no-driver": "a machine without an NVIDIA driver",
     "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
-    "torchdata": "pip install torchdata",
     "transformers": "pip install transformers accelerate",
     "two-cores": "two cores",
     "two-gpus": "two GPUs",
