@@ -128,7 +128,8 @@ BY_HAND = {name: globals()[f"{name}_by_hand"] for name in NAMES}
 
 
 WORLDS = [
-    *(pytest.param(size, "auto", id=f"{size}") for size in (1, 2, 3)),
+    pytest.param(3, "auto", id="3"),
+    *(pytest.param(size, "auto", id=f"{size}", marks=pytest.mark.slow) for size in (1, 2)),
     *(
         pytest.param(size, "horovod", id=f"{size}-horovod", marks=pytest.mark.slow)
         for size in (2, 3)
@@ -172,7 +173,10 @@ def killed_and_resumed(name, tmp_path, monkeypatch, torchdata=True):
     return Path("run/logs/rank-0.log").read_text()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "streaming"])
+@pytest.mark.parametrize(
+    "name",
+    ["language_model", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gan", "simclr"))],
+)
 def test_example_killed_and_resumed_has_the_bits_of_an_undisturbed_run(name, tmp_path, monkeypatch):
     killed_and_resumed(name, tmp_path, monkeypatch)
 

@@ -102,7 +102,8 @@ def resume_and_train_anew(name, *options):
     train(name, "undisturbed", *options, precision="fp32")
 
 
-@pytest.mark.parametrize("name", ["finetune", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_killed_example_has_the_bits_of_an_undisturbed_one(name):
     options = ("--deterministic", "--checkpoint-every", "2")
     killed = ranks.run(3, train_and_die, name, *options)
