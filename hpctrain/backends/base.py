@@ -131,6 +131,14 @@ class Backend(ABC):
         """
         return loss
 
+    def has_unused(self, model: nn.Module) -> bool:
+        """Return whether losses were found that do not use all trained parameters of a model."""
+        del model
+        return False
+
+    def expect_unused(self, model: nn.Module) -> None:  # noqa: B027, as others need not know
+        """Expect losses that do not use all trained parameters of a model; called by all ranks."""
+
     def forget(self) -> None:  # noqa: B027, as only Horovod holds some back
         """Discard the micro-batches of the current step; its gradients are cleared."""
 

@@ -181,6 +181,7 @@ def gather(
                 [name for name, parameter in model.named_parameters() if parameter.requires_grad]
                 for model in context.models
             ],
+            "unused": [context.backend.has_unused(model) for model in context.models],
             "groups": [_names_of_groups(context, optimizer) for optimizer in context.optimizers],
         },
     }
@@ -375,6 +376,10 @@ def _train_again(context: Context, position: Mapping[str, Any]) -> None:
                 len(changed) - 1,
                 "trained" if changed[0] in trained else "frozen",
             )
+    # The steps that showed it may all be before the checkpoint.
+    for model, unused in zip(context.models, position.get("unused", ()), strict=False):
+        if unused:
+            context.backend.expect_unused(model)
 
 
 def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor]] | None) -> None:

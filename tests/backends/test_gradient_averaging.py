@@ -359,6 +359,31 @@ def test_layer_that_a_later_step_leaves_out_is_named():
         assert weights == pytest.approx(alone, rel=1e-9)
 
 
+def train_skipping_at_first_and_late(path, **options):
+    """Leave a layer out of the second step, and then not before step 16."""
+    with session(batch_size=1, precision="fp64", seed=3, run_dir=path, **options) as opened:
+        raw = Skipping()
+        raw.elsewhere.requires_grad_(False)
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
+        (points,) = own_points(opened)
+        with opened.run(name="skips") as run:
+            for step in run.steps(20):
+                opened.step(((model(points, step not in (1, 16), False) - points) ** 2).mean())
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def train_and_resume_skipping():
+    whole = train_skipping_at_first_and_late("whole", deterministic=True)
+    train_skipping_at_first_and_late("cut", deterministic=True, max_steps=4)
+    options = {"deterministic": True, "resume": True, "max_steps": 20}
+    return whole, train_skipping_at_first_and_late("cut", **options)
+
+
+def test_resumed_run_knows_that_steps_leave_layers_out():
+    for whole, resumed in ranks.values(ranks.run(3, train_and_resume_skipping)):
+        assert whole == resumed
+
+
 def train_and_unfreeze(path, **options):
     """Unfreeze the encoder in the second of three epochs, of four steps each."""
     with session(batch_size=1, run_dir=path, deterministic=True, seed=3, **options) as opened:

@@ -273,7 +273,8 @@ def kill_and_resume(size, name, backend, **keywords):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *(("workers", "ddp"), ("grouped", "ddp"), ("workers", "horovod")),
+        *(("workers", "ddp"), ("grouped", "ddp")),
+        pytest.param("workers", "horovod", marks=pytest.mark.slow),
         pytest.param("weighted", "ddp", marks=pytest.mark.slow),
         pytest.param("augmented", "ddp", marks=pytest.mark.slow),
         pytest.param("grouped", "horovod", marks=pytest.mark.slow),

@@ -203,6 +203,19 @@ class DDP(Backend):
                 idle = [*(one for one in idle if one is not model), model]
         return idle
 
+    def has_unused(self, model: nn.Module) -> bool:
+        """Return whether DistributedDataParallel looks for unused parameters in each step."""
+        return any(one.find_unused_parameters for one in self._of(model))
+
+    def expect_unused(self, model: nn.Module) -> None:
+        """Let DistributedDataParallel look for unused parameters in each step."""
+        for one in self._of(model):
+            if not one.find_unused_parameters:
+                self._renew(one, find_unused_parameters=True)
+
+    def _of(self, model: nn.Module) -> list["TransparentDDP"]:
+        return [one for one in self._wrapped if model in (one, one.module)]
+
     def _renew(self, model: "TransparentDDP", **arguments: Any) -> None:
         """Initialize a wrapped model again, with the parameters that are trained now."""
         # No exchange of weights: they are equal, and the next backward pass needs them unchanged.
