@@ -480,6 +480,7 @@ class Session(Collectives):
             explained = self.backend.explain(error)
             failure_record.note_failure(self.world.rank, explained or error, os.environ)
             together, reason = False, explained.found if explained else str(error)
+            code = exit_codes.FAILED
             if explained:
                 raise explained from None
             raise
