@@ -83,7 +83,7 @@ def formatted_values(row: Mapping[str, Any], course: Course) -> list[str]:
         course: position of the run.
     """
     known = {
-        "samples_per_second": lambda value: f"{value:,.0f} images/s",
+        "samples_per_second": lambda value: f"{value:,.0f} samples/s",
         "data_wait": lambda value: f"data wait {100 * value:.0f} %",
         "gpu_memory": lambda value: f"{value / 1e9:.1f} GB",
     }

@@ -362,7 +362,7 @@ def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
     scores = [(name, score) for name, score in _SCORES if score in metrics]
     shown = {
         **{name: f"{metrics[score]:.4f}" for name, score in scores[:1]},
-        "images/s": f"{summary['samples_per_second']:,.0f}",
+        "samples/s": f"{summary['samples_per_second']:,.0f}",
         "time": f"{summary['seconds']:.1f} s",
         "ranks": str(summary["world_size"]),
         "backend": f"{summary['backend']} ({transport})",

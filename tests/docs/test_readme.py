@@ -93,6 +93,6 @@ def test_quickstart_reaches_98_percent_with_any_seed(options, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["top1"] >= 0.98
     table = dict(line.removeprefix("0: ").split(None, 1) for line in done.stdout.splitlines()[-7:])
-    assert set(table) == {"top-1", "images/s", "time", "ranks", "backend", "precision", "run"}
+    assert set(table) == {"top-1", "samples/s", "time", "ranks", "backend", "precision", "run"}
     assert table["ranks"] == str(summary["world_size"])
     assert table["run"] == str(tmp_path / "run")

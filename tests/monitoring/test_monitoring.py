@@ -103,7 +103,7 @@ def test_metrics_have_data_wait_of_rank_0():
     assert all(0.0 <= row["data_wait"] <= 1.0 for row in rows)
     assert max(row["data_wait"] for row in rows) > 0.3
     log = RunDirectory("run").log(0).read_text()
-    assert re.search(r"step 2/10  loss \S+  lr 0.05  \d+ images/s  data wait \d+ %", log)
+    assert re.search(r"step 2/10  loss \S+  lr 0.05  \d+ samples/s  data wait \d+ %", log)
 
 
 def train_with_tracker(stops_at):
@@ -259,7 +259,7 @@ def test_progress_bar_restores_the_terminal(stops_at):
         line.strip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
     ]
     bars = [line for line in plain if re.match(r"epoch 1 .* \d+/8( |$)", line)]
-    assert any("images/s" in line for line in bars)
+    assert any("samples/s" in line for line in bars)
     if stops_at is None:
         assert "8/8" in bars[-1]
         assert "hpctrain: epoch 1  step 8/8  top1 0.5" in plain

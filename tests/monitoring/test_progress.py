@@ -42,7 +42,7 @@ def course(max_steps=None, epochs=3, length=50, step=0, epoch_step=0, epoch=0):
 
 
 def test_progress_number_format(clock):
-    words = ["loss 2.3026", "lr 0.1", "2,791 images/s", "data wait 3 %", "12.3 GB"]
+    words = ["loss 2.3026", "lr 0.1", "2,791 samples/s", "data wait 3 %", "12.3 GB"]
     assert formatted_values(ROW, course()) == words
 
 

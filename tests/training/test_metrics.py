@@ -138,5 +138,5 @@ def test_table_at_the_end_has_top1_or_loss_if_the_run_has_one(metrics, score, tm
         "precision": "fp32",
     }
     first, *_ = lines = table(summary, "none", tmp_path).splitlines()
-    assert tuple(first.split()) == (score or ("images/s", "1,000"))
+    assert tuple(first.split()) == (score or ("samples/s", "1,000"))
     assert len(lines) == (7 if score else 6)
