@@ -96,6 +96,17 @@ def test_resume_after_kill_9_of_a_random_rank_at_a_random_time(over, references,
     faults.same("run", references(SIZE, *options))
 
 
+@pytest.mark.slow
+def test_ranks_end_when_one_is_lost_in_a_sum_while_another_sum_is_under_way():
+    """Kill rank 0 at thirty times of step 4: where all sums share one group, about 3 tries hang."""
+    for number in range(30):
+        fault = f"kill={number / 10_000}@4:rank0"
+        lost = faults.start(
+            SIZE, "--backend", "ddp", run=f"run-{number}", hurt=(fault,), timeout=30
+        )
+        assert all(isinstance(result, Exception) for result in lost.results), lost
+
+
 @pytest.mark.parametrize(
     ("over", "step"),
     [("ddp", 14), ("horovod", 14), *slow_cases(("ddp", 3), ("horovod", 3))],

@@ -60,6 +60,7 @@ class DDP(Backend):
         self._first_passes = 0 if settings.own.get("static_graph") else _FIRST_PASSES
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
+        self._aside: Any = None  # process group of sums in the background, if it is its own
         world, own = rendezvous.world, rendezvous.roster.addresses[rendezvous.world.rank]
         start_timeout = settings.start_timeout
         limits = [
@@ -86,7 +87,12 @@ class DDP(Backend):
                 absent(connected, world.rank)
                 raise
             assemble(connected, rendezvous, start_timeout)
-            _set_timeout(limits[1])
+            # When a rank is lost, a sum of gloo that fails may keep back the later messages of its
+            # process group. So gradients do not share one with sums that nobody waits for yet.
+            if self.transport == "gloo":
+                self._aside = dist.new_group(timeout=limits[0])
+            for group in (None, self._aside):
+                _set_timeout(limits[1], group)
             store.set_timeout(limits[1])
             self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
         except StartError:
@@ -272,9 +278,9 @@ class DDP(Backend):
         return gathered
 
     def sum_async(self, numbers: Sequence[Any]) -> Work:
-        """Begin an all-reduce, without waiting for it."""
+        """Begin an all-reduce, without waiting for it; with gloo, in a process group of its own."""
         tensor = vector(numbers, self.device)
-        return Work(tensor, dist.all_reduce(tensor, async_op=True))
+        return Work(tensor, dist.all_reduce(tensor, group=self._aside, async_op=True))
 
     def broadcast_object(self, thing: T, source: int = 0) -> T:
         """Broadcast the object of one rank."""
@@ -479,10 +485,13 @@ def _transport(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _set_timeout(timeout: datetime.timedelta) -> None:
-    """Set the time-out of each collective from now on. torch 2.15 renamed the function."""
+def _set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the time-out of each collective of a group (None: the default one) from now on.
+
+    torch 2.15 renamed the function.
+    """
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    change(timeout)
+    change(timeout, group)
 
 
 def _named(error: Exception, rendezvous: Rendezvous) -> str:
