@@ -210,8 +210,11 @@ class _Watch:
             first.failure = failures.get(first.number)
             if first.failure is not None and first not in self._failed:
                 first.code = first.failure.exit_code
-            first.shown = first.failure is not None and first.failure.pid == failure_record.shown(
-                folder
+            # Of ranks with the same traceback, another one may have shown it.
+            shown = failure_record.shown(folder)
+            first.shown = first.failure is not None and any(
+                failure.pid == shown and failure.traceback == first.failure.traceback
+                for failure in failures.values()
             )
         return Outcome(self._ranks, first, self._signal, failed)
 

@@ -72,11 +72,46 @@ def test_traceback_that_all_ranks_have_is_shown_once(tmp_path):
     assert "failed first, with exit code 1: ZeroDivisionError: division by zero" in output
 
 
-def run_failing_ranks(folder):
+# Rank 1 fails first, but rank 0 is the first to print.
+OVERTAKEN = """
+import os, time, traceback
+from pathlib import Path
+from hpctrain.process import failure_record
+
+rank, folder = int(os.environ["RANK"]), Path(os.environ["HPCTRAIN_EVIDENCE"])
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    if rank == 0:
+        wait_for("failure-1")
+    failure_record.note_failure(rank, error, os.environ)
+    if rank == 1:
+        wait_for("shown")
+    if failure_record.shows(os.environ):
+        traceback.print_exc()
+    os._exit(1)
+"""
+
+
+def test_traceback_of_another_rank_is_not_shown_again(tmp_path):
+    output = run_failing_ranks(tmp_path, OVERTAKEN)
+    assert output.count("Traceback (most recent call last)") == 1, output
+    assert "rank 1 failed first, with exit code 1: ZeroDivisionError: division by zero" in output
+
+
+ZERO = "import hpctrain\nwith hpctrain.Session(batch_size=1):\n    1 / 0\n"
+
+
+def run_failing_ranks(folder, text=ZERO):
     import launches
 
     script = folder / "train.py"
-    script.write_text("import hpctrain\nwith hpctrain.Session(batch_size=1):\n    1 / 0\n")
+    script.write_text(text)
     command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
     return launches.start(command, folder).stderr
 
