@@ -4,7 +4,9 @@ The records have the words and the environment of each call, byte for byte.
 """
 
 import os
+import signal
 import subprocess
+from functools import partial
 
 from hpctrain.jobs.script import render
 
@@ -56,6 +58,8 @@ class Machine:
             stderr=subprocess.STDOUT,
             timeout=60,
             check=False,
+            # Under nohup, this process ignores SIGHUP, and bash cannot change that.
+            preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
         )
         return done.returncode, os.fsdecode(done.stdout)
 
