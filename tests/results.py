@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Case:
         parameters: the others.
         outcome: passed, failed or left out.
         seconds: that it took.
+        lost: seconds that each fault cost the run, where the test has recorded them.
     """
 
     file: str
@@ -61,6 +62,7 @@ class Case:
     parameters: str
     outcome: str
     seconds: float
+    lost: Sequence[float] = ()
 
 
 def read(path: Path) -> list[Case]:
@@ -75,7 +77,9 @@ def read(path: Path) -> list[Case]:
         outcome = next((OUTCOMES[child.tag] for child in node if child.tag in OUTCOMES), "passed")
         others = "-".join(word for word in words if word not in BACKENDS)
         seconds = float(node.get("time", 0))
-        cases.append(Case(node.get("file", ""), test, backend, others, outcome, seconds))
+        properties = node.iter("property")
+        lost = [float(one.get("value", 0)) for one in properties if one.get("name") == "lost"]
+        cases.append(Case(node.get("file", ""), test, backend, others, outcome, seconds, lost))
     return cases
 
 
@@ -104,6 +108,7 @@ def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any
     passed = outcomes.count("passed")
     backends = [case.backend for case in cases]
     runs = [(name, backends.count(name)) for name in sorted(set(backends))]
+    lost = [round(seconds, 1) for case in cases for seconds in case.lost]
     result = [f"{passed} passed", *(f"{count} {name}" for count, name in counts)]
     return {
         "section": SECTIONS[cases[0].file],
@@ -114,6 +119,7 @@ def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any
         "runs": ", ".join(f"{name} {count}".strip() for name, count in runs),
         "result": "all passed" if passed == len(cases) else ", ".join(result),
         "seconds": round(sum(case.seconds for case in cases), 1),
+        **({"lost": lost} if lost else {}),
         **facts,
     }
 

@@ -204,6 +204,9 @@ def reliability(section: str, top: Path) -> str:
         section: section of the page.
         top: folder of the repository.
     """
+    records = [
+        row for row in _read(top / OTHERS / "reliability.json")["rows"] if row["section"] == section
+    ]
     rows = [
         (
             row["case"],
@@ -211,12 +214,14 @@ def reliability(section: str, top: Path) -> str:
             row["runs"],
             row["result"],
             f"{row['seconds']:.0f}" if "seconds" in row else "",
+            ", ".join(f"{seconds:.0f}" for seconds in row.get("lost", ())),
             _measured(row) + ("" if "test" in row else "; not measured since"),
         )
-        for row in _read(top / OTHERS / "reliability.json")["rows"]
-        if row["section"] == section
+        for row in records
     ]
-    head = ("case", "what was done", "runs", "result", "seconds", "measured")
+    head = ("case", "what was done", "runs", "result", "seconds", "lost", "measured")
+    if not any("lost" in row for row in records):
+        head, rows = (*head[:5], head[6]), [(*row[:5], row[6]) for row in rows]
     return _markdown(head, rows) if rows else NOT_MEASURED
 
 

@@ -159,6 +159,20 @@ def repeated(run):
     return max(len(taken) - len(set(taken)) for taken in steps)
 
 
+def lost(run):
+    """Return the seconds from the last step before each new start to the next new step.
+
+    They include the repeated steps, and the time until the fault was found.
+    """
+    seconds, last, furthest = {}, None, -1
+    for line in _lines(Path(run, "ledger-0.jsonl")):
+        if line["step"] > furthest:
+            if last and line["start"] > last["start"]:
+                seconds[line["start"]] = line["time"] - last["time"]
+            last, furthest = line, line["step"]
+    return list(seconds.values())
+
+
 def _lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -202,6 +216,7 @@ def ledger(run):
     for path in Path(run).glob("ledger-*.jsonl"):
         rank = int(path.stem.partition("-")[2])
         for line in _lines(path):
+            del line["time"]
             starts.setdefault(line["step"], {}).setdefault(line.pop("start"), {})[rank] = line
     return {step: of_step[max(of_step)] for step, of_step in sorted(starts.items())}
 

@@ -6,7 +6,7 @@ and its optimizer has a schedule. In the run directory it writes
 ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), the `ids` of its
                    samples, `start` (from 0; of several lines of a step, that of the last start
                    counts), `draws` and `state`, to compare this rank's random numbers, weights and
-                   buffers with another run
+                   buffers with another run, and the `time` of its end
 begins.jsonl       a line for each start that began to train: `start`, its first `step`, and the
                    newest step with a `committed` checkpoint at that time
 final.pt           at the end, atomically: model, optimizer, schedule and EMA of rank 0
@@ -241,7 +241,7 @@ class Ledger:
         for tensor in model.state_dict().values():
             state.update(tensor.detach().cpu().double().numpy().tobytes())
         line = {"step": number, "ids": self._ids, "start": self.start}
-        line |= {"draws": self._draws, "state": state.hexdigest()}
+        line |= {"draws": self._draws, "state": state.hexdigest(), "time": time.time()}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._ids, self._draws = [], []

@@ -94,20 +94,27 @@ def submit(cluster):
     return submit
 
 
-def check_finished(job, references, options=(), twice=None):
-    """Check that the run in the job's directory equals an uninterrupted one."""
-    assert len(job.begins()) == 1 or job.begins()[-1] > 0
-    faults.same(job.run.path, references(SIZE, *options), twice)
-    assert json.loads(job.run.summary.read_text())["status"] == "done"
-    assert not list(Path().rglob(f".attempts-{job.number}-*"))
+@pytest.fixture
+def check_finished(references, record_property):
+    """Return a function that checks that a job's run equals an uninterrupted one."""
+
+    def check(job, options=(), twice=None):
+        assert len(job.begins()) == 1 or job.begins()[-1] > 0
+        faults.same(job.run.path, references(SIZE, *options), twice)
+        assert json.loads(job.run.summary.read_text())["status"] == "done"
+        assert not list(Path().rglob(f".attempts-{job.number}-*"))
+        for seconds in faults.lost(job.run.path):
+            record_property("lost", seconds)
+
+    return check
 
 
-def test_preemption_by_usr2_requeues_and_resumes(submit, references):
+def test_preemption_by_usr2_requeues_and_resumes(submit, check_finished):
     """Send USR2 to a single rank; the job is requeued and resumes."""
     short = ("--epochs", "2")
     job = submit(script=("--pace", "0.25", *short, "--fault=usr2@3:rank1"))
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    check_finished(job, references, short, twice=0)
+    check_finished(job, short, twice=0)
     assert len(job.begins()) == 2
 
 
@@ -124,7 +131,7 @@ def test_job_cancelled_in_training_stays_cancelled_and_keeps_its_checkpoint(clus
 
 
 @pytest.mark.slow
-def test_next_job_resumes_a_cancelled_one(cluster, submit, references):
+def test_next_job_resumes_a_cancelled_one(cluster, submit, check_finished):
     """Cancel a job during a save, and resume its run by a new job."""
     # Cancelled during a save, which is lost.
     first = submit(script=(*SLOW, "--fault=sleep=30@save7:rank0"))
@@ -135,7 +142,7 @@ def test_next_job_resumes_a_cancelled_one(cluster, submit, references):
     # Its lock may remain, but its job has ended.
     second = submit(script=("--resume",))
     assert second.ended() == ("COMPLETED", 0, 0), second.log
-    check_finished(second, references)
+    check_finished(second)
     assert second.begins() == [0, 5]
 
 
@@ -151,29 +158,31 @@ def test_job_cancelled_while_requeued_stays_cancelled(cluster, submit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["USR1", "USR2", "TERM"])
-def test_preemption_signals_to_the_step_spare_loader_workers(cluster, submit, references, signal):
+def test_preemption_signals_to_the_step_spare_loader_workers(
+    cluster, submit, check_finished, signal
+):
     """Send a signal to all processes of the step, loader workers included."""
     workers = ("--workers", "2")
     job = submit(script=(*SLOW, *workers))
     job.until(lambda: job.steps() > 3)
     cluster.run(["scancel", f"--signal={signal}", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    check_finished(job, references, workers, twice=0)
+    check_finished(job, workers, twice=0)
 
 
 @pytest.mark.slow
-def test_preemption_signal_before_imports_requeues(cluster, submit, references):
+def test_preemption_signal_before_imports_requeues(cluster, submit, check_finished):
     """Send USR2 while the ranks still import."""
     job = submit(script=("--fault=sleep=3@imports",))
     job.until(lambda: len(list(Path("run.faults").glob("*"))) == SIZE)
     cluster.run(["scancel", "--signal=USR2", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    check_finished(job, references)
+    check_finished(job)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["main", "patient"])
-def test_preemption_by_a_higher_partition_requeues(cluster, submit, references, partition):
+def test_preemption_by_a_higher_partition_requeues(cluster, submit, check_finished, partition):
     """Preempt the job by one of a higher partition, without and with a grace time."""
     job = submit(f"--partition={partition}", "--exclusive")
     job.until(lambda: job.steps() > 3)
@@ -181,11 +190,11 @@ def test_preemption_by_a_higher_partition_requeues(cluster, submit, references, 
     assert job.ended() == ("COMPLETED", 0, 1), job.log
     assert cluster.job(urgent.stdout.strip())["JobState"] == "COMPLETED"
     # With a grace time, the ranks save and Slurm waits for them.
-    check_finished(job, references, twice=0 if partition == "patient" else None)
+    check_finished(job, twice=0 if partition == "patient" else None)
 
 
 @pytest.mark.slow
-def test_preemption_by_time_limit_three_times_requeues(submit, references):
+def test_preemption_by_time_limit_three_times_requeues(submit, check_finished):
     """Let the job reach its time limit of two minutes three times or more."""
     # Slurm signals up to a minute early: with a limit of one minute, the ranks would only import.
     more = ("--epochs", "9")
@@ -193,11 +202,11 @@ def test_preemption_by_time_limit_three_times_requeues(submit, references):
     ended = job.ended(900)
     assert ended == ("COMPLETED", 0, len(job.begins()) - 1), job.log
     assert len(job.begins()) > 3, job.log
-    check_finished(job, references, more, twice=0)
+    check_finished(job, more, twice=0)
 
 
 @pytest.mark.slow
-def test_preemption_of_an_array_task_requeues_no_other_task(cluster, submit, references):
+def test_preemption_of_an_array_task_requeues_no_other_task(cluster, submit, check_finished):
     """Send USR2 to one of two tasks of an array."""
     # The script must set the directory, because it has the option --run-dir.
     launch = ("srun", "bash", "-c", 'exec "$@" --run-dir "run-$SLURM_ARRAY_TASK_ID"', "task")
@@ -207,12 +216,14 @@ def test_preemption_of_an_array_task_requeues_no_other_task(cluster, submit, ref
     cluster.run(["scancel", "--signal=USR2", three.number], check=True)
     assert three.ended() == ("COMPLETED", 0, 1), three.log
     assert five.ended() == ("COMPLETED", 0, 0), five.log
-    check_finished(three, references, twice=0)
-    check_finished(five, references, twice=0)
+    check_finished(three, twice=0)
+    check_finished(five, twice=0)
 
 
 @pytest.mark.slow
-def test_preemption_without_requeue_prints_the_command_that_resumes(cluster, submit, references):
+def test_preemption_without_requeue_prints_the_command_that_resumes(
+    cluster, submit, check_finished
+):
     """Stop a job without the right to requeue, and continue by the sbatch line that it prints."""
     job = submit("--no-requeue", script=(*SLOW, "--run-dir", "run", "--fault=usr2@4:rank2"))
     assert job.ended() == ("FAILED", 75, 0), job.log
@@ -224,13 +235,13 @@ def test_preemption_without_requeue_prints_the_command_that_resumes(cluster, sub
     name, path = shlex.split(line[1])[0].split("=")
     second = submit(script=("--resume",), env={name: path})
     assert second.ended() == ("COMPLETED", 0, 0), second.log
-    check_finished(second, references, twice=0)
+    check_finished(second, twice=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
 @pytest.mark.parametrize("host", ["node1", "node3"])
-def test_lost_host_requeues_without_it(cluster, submit, references, loss, host):
+def test_lost_host_requeues_without_it(cluster, submit, check_finished, loss, host):
     """Crash a host, power it off, or cut its network."""
     job = submit(script=("--pace", "0.8"))
     job.until(lambda: job.steps() > 6)
@@ -238,7 +249,7 @@ def test_lost_host_requeues_without_it(cluster, submit, references, loss, host):
     getattr(cluster, loss)(host)
     try:
         assert job.ended() == ("COMPLETED", 0, 1), job.log
-        check_finished(job, references)
+        check_finished(job)
         last = json.loads(job.run.starts.read_text().splitlines()[-1])
         assert host not in last["world"]["hosts"]
     finally:
@@ -261,7 +272,9 @@ print(executor.submit(survivor.main, sys.argv[1:]).job_id)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["USR2", "TERM"])
-def test_preemption_of_a_submitit_job_is_requeued_by_submitit(cluster, references, lacking, signal):
+def test_preemption_of_a_submitit_job_is_requeued_by_submitit(
+    cluster, check_finished, lacking, signal
+):
     """Send a signal to a job of submitit."""
     if importlib.util.find_spec("submitit") is None:
         lacking("submitit", "pip install submitit")
@@ -276,7 +289,7 @@ def test_preemption_of_a_submitit_job_is_requeued_by_submitit(cluster, reference
     ended = job.ended()
     logs = "".join(path.read_text() for path in Path("log").glob("*_log.*"))
     assert ended == ("COMPLETED", 0, 1), logs
-    check_finished(job, references, twice=0)
+    check_finished(job, twice=0)
     assert logs.count("Requeued job") == 1
 
 
@@ -284,7 +297,7 @@ BLOCK = re.compile(r"```bash\n(#!/bin/bash\n.*?)```", re.DOTALL)
 
 
 @pytest.mark.slow
-def test_preemption_by_the_torchrun_script_of_the_docs_requeues(cluster, references):
+def test_preemption_by_the_torchrun_script_of_the_docs_requeues(cluster, check_finished):
     """Send USR2 to a job of the torchrun script in docs/preemption.md."""
     text = (launches.TOP / "docs" / "preemption.md").read_text()
     block = BLOCK.search(text)[1]
@@ -297,4 +310,4 @@ def test_preemption_by_the_torchrun_script_of_the_docs_requeues(cluster, referen
     job.until(lambda: job.steps() > 3)
     cluster.run(["scancel", "--batch", "--signal=USR2", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    check_finished(job, references, twice=0)
+    check_finished(job, twice=0)
