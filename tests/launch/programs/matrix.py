@@ -31,7 +31,8 @@ import launches  # noqa: E402
 
 LINE = re.compile(r"AGREES (\{.*?\})")
 SECONDS = 300
-# With gloo, torch may abort a rank while its Python ends, under torchrun too: docs/programs.md.
+# With gloo, torch may abort a rank while its Python ends, under torchrun too: a thread of the group
+# frees a tensor, which needs Python's lock (pytorch/pytorch#179291). See docs/programs.md.
 ABORT_OF_TORCH = "terminate called without an active exception"
 
 
@@ -197,12 +198,9 @@ def run(
     at = words.index("hpctrain")
     words[at:at] = [launches.PYTHON, "-m"]
     environ = {name: value.format(**fields) for name, value in program.environ.items()}
-    for _ in range(3):
-        code, output = _ended(words, place, layout, folder, cluster, environ)
-        reason = disagreement(output, layout)
-        if reason or ABORT_OF_TORCH not in output:
-            break
-    if not (code or reason):
+    code, output = _ended(words, place, layout, folder, cluster, environ)
+    reason = disagreement(output, layout)
+    if not reason and (code == 0 or ABORT_OF_TORCH in output):
         return ""
     return f"{reason or f'exit code {code}'}\n{output}"
 
