@@ -539,6 +539,7 @@ def test_doctor_without_a_working_torch(tmp_path, module, word):
     assert word in by_subject["torch"]["found"]
     assert "pip install" in by_subject["torch"]["fixes"][0]
     assert by_subject["cores"]["level"] in (OK, WARNING)
+    assert "horovod" not in by_subject
 
 
 def test_doctor_refuses_a_contradictory_environment():

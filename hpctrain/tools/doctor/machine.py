@@ -53,7 +53,9 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
     device, about_gpus = devices.examine(module, start, env, undo)
     found = [software.python(), about_torch, *about_gpus]
     if world.local_rank == 0:
-        found += [software.horovod(), software.slurm(), storage.examine(run)]
+        if module is not None:  # or Horovod fails for the same reason
+            found.append(software.horovod())
+        found += [software.slurm(), storage.examine(run)]
         found.append(network(start.rendezvous_point.interface))
     found += limits.examine(env, world, undo)
     if start.waste is not None:

@@ -42,7 +42,7 @@ VALUES = ("gpu", "device", "visible", "cores", "threads", "torch", "python", "hp
 _NOT_TRIED = Finding(
     "all-reduce",
     WARNING,
-    "not tried, and run directory not compared: not all ranks could take part",
+    "not tried, run directories and clocks not compared: not all ranks could take part",
     "ranks without problems, with devices of one kind",
     ("fix the other problems first",),
 )
