@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hpctrain.backends.baseline import Baseline
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Backend", "Work", "vector"]
@@ -70,7 +70,7 @@ def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 class Backend(ABC):
-    """The communication of the ranks. All ranks call all methods alike, except `send_recv`.
+    """The communication of the ranks. All ranks call all methods alike.
 
     Args:
         rendezvous: all ranks, with their hosts and addresses.
@@ -196,16 +196,6 @@ class Backend(ABC):
     @abstractmethod
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy the tensors of one rank to every rank, in place."""
-
-    def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
-        """Send a tensor from one rank to another, in place; called by these two ranks only.
-
-        Raises:
-            UsageError: this backend has only collectives.
-        """
-        raise UsageError(
-            "HT302", f"{self.name} has no messages between two ranks", "", "--backend ddp"
-        )
 
     @abstractmethod
     def barrier(self) -> None:

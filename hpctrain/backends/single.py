@@ -65,9 +65,6 @@ class Single(Backend):
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Do nothing."""
 
-    def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
-        """Do nothing: the only rank has the tensor."""
-
     def barrier(self) -> None:
         """Do nothing."""
 

@@ -349,11 +349,6 @@ CODES: dict[str, Code] = {
         "Use `--backend ddp` for several ranks, or start one process. "
         "Use `--backend single` without a GPU.",
     ),
-    "HT302": Code(
-        "The backend cannot send a message from one rank to another.",
-        ("A program called `send_recv` of a backend other than `ddp`.",),
-        "Use `--backend ddp`.",
-    ),
     "HT303": Code(
         "The backend and the launcher give this process different ranks or numbers of ranks.",
         (

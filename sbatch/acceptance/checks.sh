@@ -216,7 +216,6 @@ else:
         for result in sums["bus_bandwidth"]
     )
     print(f"sums {'exact' if right else 'WRONG'} at all ranks, over {sums['transport']}: {speeds}")
-    print(f"beside a memory copy: {sums['copy_gigabytes_per_second']:.3g} GB/s")
 by_level = {"problem": [], "warning": [], "ok": []}
 for finding in report["findings"]:
     by_level[finding["level"]].append(finding)

@@ -16,20 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_env import BATCH, ENV_LAUNCHER, HPCTRAIN, STEP, TORCHRUN, changed
 from test_captured_environments import process
-from test_doctor import SECRETS, roster, ways
+from test_doctor import SECRETS, roster
 from test_doctor_ranks import examines, loses_torch, miscounts, output_of_rank_0
 
 from hpctrain.cli import main
 from hpctrain.cli.explain import as_json
 from hpctrain.cluster.launchers import LAUNCHERS, Process, readings, survey
 from hpctrain.cluster.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.errors.codes import CODES, Code
-from hpctrain.tools.doctor import communication, findings, scheduler, shown_variables, software
-from hpctrain.tools.doctor import rank_comparison as of_ranks
-from hpctrain.tools.doctor.communication import Sums
-from hpctrain.tools.doctor.machine import Machine
-from hpctrain.tools.doctor.output import Report
+from hpctrain.tools.doctor import findings, shown_variables, software
+from hpctrain.tools.doctor import ranks as of_ranks
+from hpctrain.tools.doctor.findings import Finding
+from hpctrain.tools.doctor.report import Report
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "schemas").glob("*.json")}
@@ -152,7 +151,7 @@ def test_every_json_schema_is_for_a_command_and_linked_from_its_page():
         assert f"](schemas/{name}.json)" in pages
 
 
-def test_json_schemas_know_every_launcher_field_and_compared_value():
+def test_json_schemas_know_every_launcher_and_field():
     launchers = [one.name for one in LAUNCHERS]
     explain, doctor = SCHEMAS["explain"], SCHEMAS["doctor"]
     assert explain["$defs"]["launcher"]["enum"] == launchers
@@ -161,8 +160,6 @@ def test_json_schemas_know_every_launcher_field_and_compared_value():
     fields = [name for name in World.__dataclass_fields__ if name != "launcher"]
     assert list(explain["properties"]["sources"]["properties"]) == fields
     assert explain["properties"]["ignored"]["items"]["properties"]["field"]["enum"] == fields
-    row = doctor["properties"]["ranks"]["items"]["properties"]
-    assert row["differs"]["items"]["enum"] == list(of_ranks.COMPARED)
 
 
 # explain
@@ -379,7 +376,7 @@ def test_status_json_of_nothing_is_one_document(slurm, capsys):
 # doctor
 
 
-def report(capsys, entries, sums=None, pairs=()):
+def report(capsys, entries, wrong=(), speeds=None):
     """What the doctor prints of ranks that were not all started here."""
     facts = {
         "host": "node1",
@@ -389,54 +386,43 @@ def report(capsys, entries, sums=None, pairs=()):
             {**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
         ),
     }
-    well = findings.of_rank([software.judge_horovod(False, None)], 0)
-    warned = findings.of_rank([scheduler.judge_slurm(True, None)], 0)
-    machine = Machine([*well, *warned], "2.15.0", None, 8, facts)
+    own = [software.judge_horovod((0, "0.28.1")), software.judge_horovod(None)]
     size = len(entries.entries)
-    whole = Report(machine, World(0, size, 0, launcher="slurm"), True)
+    whole = Report(facts, World(0, size, 0, launcher="slurm"), True)
     # The findings of all ranks, as the rendezvous brings them.
-    brought = json.loads(json.dumps([findings.to_send(machine.findings)] * size))
-    whole.machines([*well, *findings.merged(brought)])
-    table = of_ranks.rows(entries)
-    if sums:
-        for row in table:
-            row.clock = 1.5 * row.rank
-    unlike = [*of_ranks.differences(table), *of_ranks.judge_cores(entries.entries, table)]
-    seen = [row.rank == 0 for row in table]
-    shared = of_ranks.judge_shared(entries.entries, table, seen)
-    whole.table(table, [*unlike, *shared, *of_ranks.judge_clocks(table)])
-    if sums:
-        judged = [communication.judge_sums(sums), *communication.judge_pairs(pairs)]
-        whole.exchanged(sums.as_json(), [pair.as_json() for pair in pairs], judged)
+    brought = json.loads(json.dumps([findings.to_send(own)] * size))
+    whole.machines([own[0], *findings.merged(brought)])
+    refused = Finding.of("GPU", UsageError("HT113", "one GPU", "two GPUs", "start one rank"))
+    whole.table(of_ranks.rows(entries), [refused])
+    if speeds:
+        whole.sums("nccl", wrong, speeds)
+        shared = of_ranks.judge_shared(entries, [rank == 0 for rank in range(size)])
+        whole.add([of_ranks.judge_sums("nccl", wrong), *shared])
     whole.end()
     return hold("doctor", capsys.readouterr().out)
 
 
 def test_doctor_json_of_ranks_that_differ_fits_its_schema(capsys):
-    gpu = {"gpu": "GPU-1b2c", "token": "/runs/t", "run": "/runs", "mask": "1", "threads": "2"}
-    other = dict.fromkeys(of_ranks.COMPARED, "another")
-    entries = roster(gpu, gpu, {**gpu, **other, "gpu": None}, hosts=["a", "a", "b"])
-    sums = Sums("nccl", [2], {10**6: 0.5, 64 * 10**6: 3.0}, 1200.0)
-    document = report(capsys, entries, sums, ways("abc", lambda x, y: x == "b"))
-    assert {one["subject"] for one in document["findings"]} == {
-        *("horovod", "Slurm", *of_ranks.COMPARED, "shared directory", "clocks"),
-        *("all-reduce", "slow network"),
-    }
-    assert document["ranks"][2]["differs"] == list(of_ranks.COMPARED)
+    gpu = {"gpu": "GPU-1b2c", "marker": "t", "run": "/runs"}
+    entries = roster(gpu, gpu, {**gpu, "gpu": None, "interfaces": {}}, hosts=["a", "a", "b"])
+    document = report(capsys, entries, [2], {10**6: 0.5, 64 * 10**6: 3.0})
+    assert {one["subject"]: one["code"] for one in document["findings"]} == {
+        "horovod": None, "GPU": "HT113", "all-reduce": None, "shared directory": None,
+    }  # fmt: skip
     assert [row["gpu"] for row in document["ranks"]] == ["GPU-1b2c", "GPU-1b2c", None]
+    assert [row["interface"] for row in document["ranks"]] == ["ib0", "ib0", None]
     assert document["machine"]["environment"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
     refuses_all_changes("doctor", document)
 
 
 def test_doctor_json_without_a_sum_fits_its_schema(capsys):
-    document = report(capsys, roster({}, {"torch": of_ranks.NONE}, {}))
-    assert (document["all_reduce"], document["pairs"]) == (None, [])
-    assert [row["clock_offset"] for row in document["ranks"]] == [None] * 3
+    document = report(capsys, roster({}, {"torch": "none"}, {}))
+    assert document["all_reduce"] is None
     refuses_all_changes("doctor", document)
 
 
 def test_doctor_json_of_this_machine_fits_its_schema(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod(False, None))
+    monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod((0, "0.28.1")))
     code = main(["doctor", "--json", "--run-dir", str(tmp_path)])
     document = hold("doctor", capsys.readouterr().out)
     assert code == int(any(one["level"] == "problem" for one in document["findings"]))
@@ -451,6 +437,5 @@ def test_doctor_json_of_three_ranks_fits_its_schema(fault):
     document = hold("doctor", line)
     assert code == 1
     assert len(document["ranks"]) == 3
-    assert len(document["pairs"]) == (6 if fault is miscounts else 0)
     assert bool(document["all_reduce"]) == (fault is miscounts)
     refuses_all_changes("doctor", document)

@@ -311,13 +311,6 @@ class DDP(Backend):
             if work is not None:
                 work.wait()
 
-    def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
-        """Send the tensor point to point."""
-        if self.rank == source:
-            dist.send(tensor, target)
-        else:
-            dist.recv(tensor, source)
-
     def barrier(self) -> None:
         """Wait at torch.distributed's barrier."""
         if self.device.type == "cuda":

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from hpctrain.cluster import launchers
 from hpctrain.process import logging
-from hpctrain.tools.doctor import cluster_checks, machine, storage
+from hpctrain.tools.doctor import machine, ranks, storage
 from hpctrain.tools.doctor.findings import worst_last
-from hpctrain.tools.doctor.output import Report
+from hpctrain.tools.doctor.report import Report
 
 __all__ = ["examine"]
 
@@ -39,8 +39,8 @@ def examine(run: str | None, start_timeout: float, as_json: bool) -> int:
     directory = storage.run(run, os.environ)
     with ExitStack() as undo:
         own = machine.examine(start, directory, os.environ, undo)
-        report = Report(own, start.world, as_json)
+        report = Report(own.facts, start.world, as_json)
         if start.world.world_size > 1:
-            return cluster_checks.examine(report, own, start, directory, start_timeout, os.environ)
+            return ranks.examine(report, own, start, directory, start_timeout)
         report.machines(worst_last(own.findings))
         return report.end()

@@ -1,8 +1,6 @@
-"""Checks of the GPUs: torch finds them and has code for them, and the driver is new enough."""
+"""Checks of the GPUs: torch finds those that it should find, and each one computes."""
 
-import re
-import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,66 +15,62 @@ from hpctrain.tools.doctor.subprocesses import ask
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["choose", "examine", "judge_architecture", "judge_driver", "judge_gpus", "nvidia_driver"]
+__all__ = ["examine", "judge_count", "try_gpu"]
 
-_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)\Z")
-_MAX_CUDA = re.compile(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)")
-_DRIVER = re.compile(r"(?:KMD|Driver) Version:\s*([\d.]+)")
+_LOOK = "nvidia-smi (rocm-smi for AMD's), which shows whether one has failed or is in use"
 
 
-def choose(
-    start: Start, env: MutableMapping[str, str], undo: ExitStack
-) -> "tuple[torch.device | None, Finding | None]":
-    """Return the device of this rank as a Session chooses it, or a finding with the error."""
+def examine(
+    torch: ModuleType | None, start: Start, env: MutableMapping[str, str], undo: ExitStack
+) -> "tuple[torch.device | None, list[Finding]]":
+    """Choose the device of this rank as a Session does, and check the GPUs.
+
+    Args:
+        torch: torch module; None where it cannot be imported.
+        start: start of this process.
+        env: environment variables; may be changed.
+        undo: stack that receives callbacks to restore `env`.
+
+    Returns:
+        The device, None where the rank can have none; and the findings.
+    """
+    here, shown = len(visible_gpus.here()), visible_gpus.visible(env)
+    of_job = start.allocation.gpus if start.allocation else None
+    found = _driver() if here else []
+    if torch is None:
+        return None, [Finding("GPUs", OK, f"{here} here, none tried without torch"), *found]
     from hpctrain.process import device
 
     try:
         device.take_slice(start.world, env, undo)
-        return device.choose(start.world, start.allocation, env), None
+        chosen = device.choose(start.world, start.allocation, env)
     except UsageError as error:
-        return None, Finding("GPUs", PROBLEM, error.found, error.fixes)
+        return None, [*found, Finding.of("GPUs", error)]
     except RuntimeError as error:  # from CUDA
-        fix = "look at nvidia-smi: the GPU may be in use by another process, or broken"
-        return None, Finding("GPUs", PROBLEM, printable(str(error).partition("\n")[0]), (fix,))
+        refused = Finding("GPUs", PROBLEM, _first_line(error), "a GPU that starts", (_LOOK,))
+        return None, [*found, refused]
+    on_gpu = chosen.type == "cuda"
+    count = torch.cuda.device_count() if on_gpu else 0
+    why = device.no_gpu_reason([]) if here and not count else ("", ())
+    found.append(judge_count(here, shown, count, of_job, why))
+    # Each rank tries its own GPU, and a process alone all that it sees.
+    tried = range(count) if start.world.world_size == 1 else [chosen.index] if on_gpu else []
+    return chosen, [*found, *(try_gpu(torch, index) for index in tried)]
 
 
-def examine(
-    torch: ModuleType | None,
-    shown: visible_gpus.Visible | None,
-    of_job: int | None,
-    refused: Finding | None,
-) -> list[Finding]:
-    """Check this machine's GPUs, and whether torch can use them.
-
-    Args:
-        torch: torch module; None where it cannot be imported.
-        shown: GPUs that the environment shows to this process; None without such a variable.
-        of_job: number of GPUs of the scheduler's job on this host; None where unknown.
-        refused: finding that `choose` returned, or None.
-    """
-    here = visible_gpus.here()
-    driver = nvidia_driver() if here else None
-    count = 0
-    why: tuple[str, tuple[str, ...]] = ("", ())
-    if torch is not None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if here and not count:
-            from hpctrain.process import device
-
-            why = device.no_gpu_reason([str(warning.message) for warning in caught])
-    found = [refused or judge_gpus(len(here), shown, count, of_job, why)]
-    if torch is not None and driver and torch.version.cuda:
-        found.append(judge_driver(*driver, torch.version.cuda))
-    if torch is not None:
-        built = torch.cuda.get_arch_list() if count else []
-        for index in range(count):
-            found.append(_architecture(torch, index, built))
-    return found
+def _first_line(text: object) -> str:
+    return printable(str(text).partition("\n")[0])
 
 
-def judge_gpus(
+def _driver() -> list[Finding]:
+    """Return a finding with the version of NVIDIA's driver; none without an answer."""
+    answer = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if answer is None or answer[0] != 0:
+        return []
+    return [Finding("driver", OK, f"NVIDIA {_first_line(answer[1])}")]
+
+
+def judge_count(
     here: int,
     shown: visible_gpus.Visible | None,
     count: int,
@@ -92,115 +86,41 @@ def judge_gpus(
         of_job: number of GPUs of the scheduler's job on this host; None where unknown.
         why: reason why torch finds none, and the fixes.
     """
-    hidden = f", {shown.source} shows {len(shown.names)}" if shown else ""
-    found = f"{here} here{hidden}, torch finds {count}"
+    found = f"{here} here, "
+    found += f"the job has {of_job}, " if of_job is not None else ""
+    found += f"{shown.source} shows {len(shown.names)}, " if shown else ""
+    found += f"torch finds {count}"
     if not here and not count:
-        if of_job:
-            found = f"the job has {of_job} on this host, none here"
-            fixes = ("in a container: apptainer exec --nv", "in a container: docker run --gpus all")
-            return Finding("GPUs", PROBLEM, found, fixes)
         return Finding("GPUs", OK, "none on this machine: training on the CPU")
     if shown and not shown.names:
         return Finding("GPUs", OK, f"{found}: hidden on purpose, training on the CPU")
-    if not count:
-        return Finding("GPUs", PROBLEM, f"{found}: {printable(why[0])}", why[1])
     expected = min(here, len(shown.names)) if shown else of_job or here
     # Device files do not count slices of one GPU, or devices that a container passes in.
-    if count < expected:
-        fix = "nvidia-smi (rocm-smi for AMD's), which shows whether one of them has failed"
-        return Finding("GPUs", WARNING, f"{found}, {expected} expected", (fix,))
-    return Finding("GPUs", OK, found)
-
-
-def _architecture(torch: ModuleType, index: int, built: Sequence[str]) -> Finding:
-    properties = torch.cuda.get_device_properties(index)
-    own = f"sm_{properties.major}{properties.minor}"
-    if torch.version.hip:
-        own = str(getattr(properties, "gcnArchName", own)).partition(":")[0]
-    found = judge_architecture(own, built)
-    name = f"{printable(properties.name)}, {properties.total_memory / 2**30:.0f} GiB: {found.found}"
-    return Finding(f"GPU {index}", found.level, name, found.fixes)
-
-
-def judge_architecture(own: str, built: Sequence[str]) -> Finding:
-    """Return a finding on whether a build of torch has code that a GPU can run.
-
-    A binary runs on GPUs of its own major version with the same or a later minor version. The
-    driver compiles PTX for any later GPU. Code with the suffix a runs on its own GPU alone, and
-    code with the suffix f on its own family alone. Source: "GPU Compilation" in the documentation
-    of nvcc.
-
-    Args:
-        own: architecture of the GPU, such as "sm_90" or "gfx90a".
-        built: architectures that `torch.cuda.get_arch_list()` returns.
-    """
-    if own in built:
-        return Finding("GPU", OK, f"{own}, and torch has code for it")
-    major, minor = _numbers(own)
-    for entry in built:
-        kind, its_major, its_minor, suffix = _parts(entry)
-        if not kind or major < 0:
-            continue
-        same = its_major == major and its_minor <= minor
-        if kind == "sm" and same and (suffix != "a" or its_minor == minor):
-            return Finding("GPU", OK, f"{own}, which runs torch's code for {entry}")
-        if kind == "compute" and not suffix and (its_major, its_minor) <= (major, minor):
-            return Finding("GPU", OK, f"{own}, for which the driver compiles torch's {entry}")
+    if count >= expected:
+        return Finding("GPUs", OK, found)
+    if count:
+        return Finding("GPUs", WARNING, found, f"{expected} GPUs", (_LOOK,))
     return Finding(
-        "GPU",
-        PROBLEM,
-        f"{own}, but this torch has code for {', '.join(built) or 'no GPU'} only",
-        (
-            "install a torch that was built for this GPU: another CUDA build, an older torch for "
-            "an older GPU, a newer one for a newer GPU",
-        ),
+        "GPUs", PROBLEM, f"{found}: {printable(why[0])}", "GPUs that torch finds", why[1]
     )
 
 
-def _parts(entry: str) -> tuple[str, int, int, str]:
-    match = _ARCHITECTURE.match(entry)
-    return (match[1], int(match[2]), int(match[3]), match[4]) if match else ("", -1, -1, "")
-
-
-def _numbers(own: str) -> tuple[int, int]:
-    return _parts(own)[1:3]
-
-
-def nvidia_driver() -> tuple[str, tuple[int, int] | None] | None:
-    """Return NVIDIA's driver version and the newest CUDA that it supports; None without one."""
-    answer = ask(["nvidia-smi"])
-    if answer is None or answer[0] != 0:
-        return None
-    return read_driver(answer[1])
-
-
-def read_driver(text: str) -> tuple[str, tuple[int, int] | None] | None:
-    """Read both versions from the head of nvidia-smi's table; None where it is no such table."""
-    driver, cuda = _DRIVER.search(text), _MAX_CUDA.search(text)
-    if driver is None:
-        return None
-    return driver[1], (int(cuda[1]), int(cuda[2])) if cuda else None
-
-
-def judge_driver(driver: str, newest: tuple[int, int] | None, built: str) -> Finding:
-    """Return a finding on whether the driver supports the CUDA that torch was built with.
-
-    Within one major version an older driver supports a newer CUDA. Source: "Minor Version
-    Compatibility" in NVIDIA's CUDA Compatibility guide.
-
-    Args:
-        driver: version of the driver.
-        newest: newest CUDA version that the driver reports; None where unknown.
-        built: CUDA version of torch, such as "12.8".
-    """
-    if newest is None:
-        return Finding("driver", OK, f"NVIDIA {driver}")
-    found = f"NVIDIA {driver}, made for CUDA up to {newest[0]}.{newest[1]}"
-    if built.partition(".")[0].isdecimal() and newest[0] < int(built.partition(".")[0]):
+def try_gpu(torch: ModuleType, index: int) -> Finding:
+    """Compute on a GPU, which fails where torch has no code for it or where it is broken."""
+    properties = torch.cuda.get_device_properties(index)
+    own = f"sm_{properties.major}{properties.minor}"
+    if torch.version.hip:
+        own = str(properties.gcnArchName).partition(":")[0]
+    found = f"{printable(properties.name)}, {properties.total_memory / 2**30:.0f} GiB, {own}"
+    try:
+        torch.ones(1, device=f"cuda:{index}").add(1).item()
+    except RuntimeError as error:
+        built = " ".join(torch.cuda.get_arch_list()) or "no GPU"
         return Finding(
-            "driver",
+            f"GPU {index}",
             PROBLEM,
-            f"{found}, but torch was built with CUDA {built}",
-            (f"install a torch for CUDA {newest[0]}.x", "ask for a newer driver"),
+            f"{found}: {_first_line(error)}; torch has code for {built}",
+            "a GPU that computes with this torch",
+            (f"install a torch that was built for {own}", _LOOK),
         )
-    return Finding("driver", OK, found)
+    return Finding(f"GPU {index}", OK, found)

@@ -1,32 +1,22 @@
 """Checks of this machine and this process, made before the rendezvous."""
 
-import os
 import platform
 from collections.abc import MutableMapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Start
 from hpctrain.errors import UsageError
-from hpctrain.process import file_limit
-from hpctrain.tools.doctor import (
-    devices,
-    limits,
-    network,
-    scheduler,
-    shown_variables,
-    software,
-    storage,
-)
-from hpctrain.tools.doctor.findings import WARNING, Finding, of_rank
+from hpctrain.rendezvous import interfaces
+from hpctrain.tools.doctor import devices, limits, shown_variables, software, storage
+from hpctrain.tools.doctor.findings import OK, WARNING, Finding
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Machine", "examine"]
+__all__ = ["Machine", "examine", "network"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +27,12 @@ class Machine:
         findings: findings in the order in which they are shown.
         torch_version: version of torch; None where torch cannot be imported.
         device: device of this rank; None where it can have none.
-        cores: number of cores that this process may run on.
         facts: host, system, launcher, and the variables that may be shown; JSON values.
     """
 
     findings: list[Finding]
     torch_version: str | None
     device: "torch.device | None"
-    cores: int
     facts: dict[str, Any]
 
 
@@ -59,26 +47,19 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
         env: environment variables; may be changed.
         undo: stack that receives callbacks to restore `env` and the limits of this process.
     """
-    world, job = start.world, start.allocation
-    of_host = world.local_rank == 0
+    world = start.world
     module, about_torch = software.import_torch()
-    found = [software.python(), about_torch]
     # Choose the device before other code starts CUDA.
-    device, refused = devices.choose(start, env, undo) if module else (None, None)
-    found += devices.examine(module, visible_gpus.visible(env), job.gpus if job else None, refused)
-    if of_host:
-        found += [software.horovod(), software.submitit()]
-    found += scheduler.examine(job, env, world)
-    found += limits.examine(env, world.world_size, of_host)
-    if of_host:
-        found += storage.examine("run directory", run)
-        found += storage.examine("cache", storage.cache(env))
-        found += storage.quotas([run, storage.cache(env)])
-        found += network.examine()
-    with suppress(UsageError):  # the finding about open files reports it
-        undo.callback(file_limit.make_room(world.world_size))
+    device, about_gpus = devices.examine(module, start, env, undo)
+    found = [software.python(), about_torch, *about_gpus]
+    if world.local_rank == 0:
+        if module is not None:  # or Horovod fails for the same reason
+            found.append(software.horovod())
+        found += [software.slurm(), storage.examine(run)]
+        found.append(network(start.rendezvous_point.interface))
+    found += limits.examine(env, world, undo)
     if start.waste is not None:
-        found.append(Finding("start", WARNING, start.waste.found, start.waste.fixes))
+        found.append(Finding.of("start", start.waste, WARNING))
     facts = {
         "host": start.rendezvous_point.host,
         "system": platform.platform(),
@@ -86,5 +67,19 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
         "environment": shown_variables.shown(env),
     }
     version = str(module.__version__) if module is not None else None
-    cores = len(os.sched_getaffinity(0))
-    return Machine(of_rank(found, world.rank), version, device, cores, facts)
+    return Machine([replace(one, ranks=(world.rank,)) for one in found], version, device, facts)
+
+
+def network(chosen: str | None) -> Finding:
+    """Return a finding with the network interfaces; the ranks use the first one that connects them.
+
+    Args:
+        chosen: interface from the environment; None without one.
+    """
+    if chosen is not None:
+        try:
+            return Finding("network", OK, f"{chosen} {interfaces.address_on(chosen)}, as set")
+        except UsageError as error:
+            return Finding.of("network", error)
+    own = [f"{interfaces.interface_of(one)} {one}" for one in interfaces.reachable()]
+    return Finding("network", OK, ", ".join(own) or "loopback only: no other host can be reached")

@@ -6,47 +6,24 @@ settings of the network libraries whose names do not suggest a secret.
 
 from collections.abc import Mapping
 
-from hpctrain.cluster import env_vars, visible_gpus
+from hpctrain.cluster import env_vars
 from hpctrain.cluster.texts import printable
 
 __all__ = ["shown"]
 
-_NAMES = frozenset(
-    {
-        *env_vars.OF_THE_JOB,
-        visible_gpus.CUDA,
-        "CUDA_DEVICE_ORDER",
-        "CUDA_LAUNCH_BLOCKING",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "OMP_PLACES",
-        "OMP_PROC_BIND",
-        "MKL_NUM_THREADS",
-        "SLURM_CPUS_PER_TASK",
-        "SLURM_JOB_PARTITION",
-        "SLURM_LOCALID",
-        "SLURM_MEM_PER_CPU",
-        "SLURM_MEM_PER_NODE",
-        "SLURM_NODEID",
-        "SLURM_PROCID",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        *env_vars.WORLD,
-        env_vars.INTERFACE,
-        env_vars.LAUNCHER,
-        env_vars.MAIN_ADDRESS,
-        env_vars.MAIN_PORT,
-        env_vars.HOSTNAME,
-        env_vars.RUN_DIR,
-        env_vars.DATA,
-        env_vars.CACHE,
-    }
-)
+_NAMES = (
+    *env_vars.OF_THE_JOB,
+    *env_vars.WORLD,
+    env_vars.LAUNCHER, env_vars.HOSTNAME, env_vars.INTERFACE,
+    env_vars.MAIN_ADDRESS, env_vars.MAIN_PORT,
+    env_vars.RUN_DIR, env_vars.DATA, env_vars.CACHE,
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
+    "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "MKL_NUM_THREADS",
+    "SLURM_CPUS_PER_TASK", "SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE",
+    "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID",
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+)  # fmt: skip
 
 
 def shown(env: Mapping[str, str]) -> dict[str, str]:
