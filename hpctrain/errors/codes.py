@@ -1050,12 +1050,11 @@ CODES: dict[str, Code] = {
         "after 25.",
     ),
     "HT654": Code(
-        "`hpctrain report` cannot write the page, or one of its figures, to that name.",
+        "`hpctrain report` cannot write the page to that name.",
         (
             "The name does not end in .html.",
             "The folder does not exist, is not writable, or has no space left.",
-            "A file that is no report has the name of the page or of a figure. "
-            "Such a file is never replaced.",
+            "A file that is no report has this name. Such a file is never replaced.",
         ),
         "Choose another file: `--output FILE.html`.",
     ),
