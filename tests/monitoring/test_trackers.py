@@ -118,6 +118,7 @@ def test_tracker_of_another_package(install):
         ("mine = ours:Theirs", OURS, "mine", "its import fails: AttributeError"),
         ("mine = ours:Ours", "Ours = dict", "mine", "is no subclass of hpctrain.monitoring"),
     ],
+    ids=["clash", "missing package", "error at import", "no such class", "another class"],
 )
 def test_tracker_of_another_package_that_cannot_be_used(install, entry, source, asked, problem):
     install(entry, source)
