@@ -39,7 +39,8 @@ def png(rows: Rows, title: str) -> bytes:
     drawing.need("notebook", "matplotlib.figure")
     from hpctrain.monitoring import curves, figures
 
-    run = curves.History(title, curves.collect(rows), [])
+    series, _ = curves.collect(rows)
+    run = curves.History(title, series, [])
     return figures.png(curves.panels([run])[:_MOST_PANELS], title)
 
 

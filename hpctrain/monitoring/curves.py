@@ -40,13 +40,17 @@ def is_step(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= 2**53
 
 
-def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    """Return the series of rows of metrics.jsonl, by name in the order of first appearance."""
+def collect(
+    rows: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, Series], Mapping[str, Any]]:
+    """Return the series of rows of metrics.jsonl by name, and the last row that has a step."""
     series: dict[str, Series] = {}
+    last: Mapping[str, Any] = {}
     for row in rows:
         step = row.get("step")
         if not is_step(step):
             continue
+        last = row
         for name, value in row.items():
             if is_number(value) and name not in HEADS:
                 if name not in series:
@@ -56,7 +60,7 @@ def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
                     series[name].values.append(value)
                 except OverflowError:  # an integer beyond all floats
                     series[name].values.append(float("inf"))
-    return series
+    return series, last
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def panels_of(rows):
-    return curves.panels([curves.History("train-7", curves.collect(rows), [])])
+    return curves.panels([curves.History("train-7", curves.collect(rows)[0], [])])
 
 
 def test_curves_group_losses_and_accuracies_first():

@@ -1,7 +1,7 @@
 """Reader of run directories, as curves and facts; also for runs that continue or are damaged."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 from hpctrain.monitoring.curves import History, collect, is_step
-from hpctrain.monitoring.drawing import HEADS
 from hpctrain.monitoring.report import step_times
 from hpctrain.monitoring.report.step_times import StepTimes
 from hpctrain.rundir import RunDirectory
@@ -26,7 +25,7 @@ class RecordedRun(History):
         identity: content of run.json.
         starts: lines of starts.jsonl.
         summary: content of summary.json; empty if the run has not ended.
-        last: `step`, `epoch` and `time` of the last row of metrics.
+        last: last row of metrics.
         timings: times of steps and ranks from timings.jsonl.
         unread: errors of run.json and summary.json by file name; the content of such a file is
             empty above.
@@ -36,7 +35,7 @@ class RecordedRun(History):
     identity: dict[str, Any]
     starts: list[dict[str, Any]]
     summary: dict[str, Any]
-    last: dict[str, Any]
+    last: Mapping[str, Any]
     timings: StepTimes
     unread: dict[str, UsageError]
 
@@ -110,10 +109,9 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 def _run(path: Path, label: str) -> RecordedRun:
     directory = RunDirectory(path)
-    last: dict[str, Any] = {}
     try:
         starts = directory.lines(directory.starts)
-        series = collect(_noted(directory.each(directory.metrics), last))
+        series, last = collect(directory.each(directory.metrics))
         timings = step_times.gather(directory.each(directory.timings))
     except OSError as error:
         fix = f"ls -l {path}"
@@ -132,12 +130,3 @@ def _run(path: Path, label: str) -> RecordedRun:
     return RecordedRun(
         label, series, restarts, path, identity, starts, summary, last, timings, unread
     )
-
-
-def _noted(rows: Iterable[Mapping[str, Any]], last: dict[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows, and keep the position of the newest one in `last`."""
-    for row in rows:
-        if is_step(row.get("step")):
-            last.clear()
-            last.update({name: row[name] for name in HEADS if name in row})
-        yield row

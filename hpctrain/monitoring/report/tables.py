@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.monitoring.curves import Series
+from hpctrain.monitoring.drawing import is_number
 from hpctrain.monitoring.report import wording
 from hpctrain.monitoring.report.run_reader import RecordedRun, mapping
 from hpctrain.monitoring.report.wording import NOTHING, text
@@ -73,7 +74,7 @@ def summary(run: RecordedRun) -> dict[str, str]:
         if name in run.series and len(values := run.series[name].finite()[1]):
             facts[f"best {name}"] = wording.number(float(values.max()))
     facts |= {
-        "step": _count(results.get("step", run.last.get("step"))),
+        "step": wording.number(results.get("step", run.last.get("step"))),
         "epoch": text(results.get("epoch", run.last.get("epoch"))),
         "throughput": _speed(run),
         "training, last start": wording.duration(
@@ -88,10 +89,6 @@ def summary(run: RecordedRun) -> dict[str, str]:
     return facts | ({"reason": text(results["reason"])} if results.get("reason") else {})
 
 
-def _count(value: Any) -> str:
-    return wording.number(value) if type(value) is int else text(value)
-
-
 def _between(begin: Any, end: Any) -> float | None:
     try:
         return max(float(end) - float(begin), 0.0)
@@ -104,9 +101,7 @@ def _speed(run: RecordedRun) -> str:
     if speed is None and (series := run.series.get("samples_per_second")):
         speeds = series.finite()[1]
         speed = float(np.median(speeds)) if len(speeds) else None
-    if not isinstance(speed, (int, float)) or not speed:
-        return NOTHING
-    return f"{wording.number(speed)} samples/s"
+    return f"{wording.number(speed)} samples/s" if is_number(speed) and speed else NOTHING
 
 
 def metrics(runs: Sequence[RecordedRun]) -> Table:

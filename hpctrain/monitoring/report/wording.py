@@ -13,8 +13,10 @@ NOTHING = "–"
 _MOST_CHARACTERS = 400
 
 
-def number(value: float) -> str:
+def number(value: Any) -> str:
     """Return a number as text: integers in full with commas, others with four or five digits."""
+    if not is_number(value):
+        return text(value)
     if isinstance(value, int) and abs(value) < 10**15:
         return f"{value:,}"
     try:
