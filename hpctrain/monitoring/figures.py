@@ -126,9 +126,8 @@ def legend(parent: Any, lines: Iterable[Any], names: Iterable[str]) -> None:
     """Add a legend below the axes of a figure, which shows any text unchanged."""
     labels = [shortened(printable(name), 34) for name in names]
     columns = 2 if max(map(len, labels)) <= 20 else 1
-    for text in parent.legend(
-        list(lines), labels, loc="outside lower center", ncols=columns
-    ).get_texts():
+    shown = parent.legend(list(lines), labels, loc="outside lower center", ncols=columns)
+    for text in shown.get_texts():
         text.set_parse_math(False)
 
 

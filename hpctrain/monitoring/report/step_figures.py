@@ -1,5 +1,6 @@
 """Figures of step times: a histogram, and the times of each rank that show slow ones."""
 
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,7 +65,8 @@ def draw_ranks(run: RecordedRun) -> tuple[Figure, str]:
         if slow:
             above = seconds[slow] + 0.06 * timings.means.max()
             axes.plot(slow, above, "v", color=hue, markersize=6)
-            most, median = (wording.duration(float(f(seconds))) for f in (np.max, np.median))
+            times = float(seconds.max()), float(statistics.median_low(seconds))
+            most, median = map(wording.duration, times)
             where = ranks_text(slow, [wording.text(host) for host in timings.hosts])
             caption += f" Slow by {name}, marked: {where}, up to {most} (median {median})."
     if not any(timings.slow):
