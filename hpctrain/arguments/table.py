@@ -381,7 +381,7 @@ class Options:
         "--track",
         None,
         "experiment trackers that get the metrics, in addition to metrics.jsonl: tensorboard, "
-        "wandb, mlflow, or several with commas",
+        "wandb, mlflow, that of another package, or several with commas",
         metavar="NAME[,NAME]",
         common=True,
     )

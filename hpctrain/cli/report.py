@@ -13,8 +13,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
         "Writes one HTML page with the curves, times, starts and options of a run, or "
-        "of several runs side by side, and the figures as PNG files to a folder beside it. The "
-        "page needs no other file and no network."
+        "of several runs side by side. The page needs no other file and no network."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directory")
     parser.add_argument(
@@ -29,7 +28,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the other commands do not need the plotting modules.
     report = importlib.import_module("hpctrain.monitoring.report")
-    page, figures = report.write(arguments.runs, arguments.output)
-    beside = f", and {len(figures)} figures in {figures[0].parent}" if figures else ""
-    sys.stdout.write(f"{page}: open it in a browser{beside}\n")
+    page = report.write(arguments.runs, arguments.output)
+    sys.stdout.write(f"{page}: open it in a browser\n")
     return exit_codes.DONE

@@ -1032,8 +1032,10 @@ CODES: dict[str, Code] = {
         (
             "A spelling mistake.",
             "An empty name, as in `--track tensorboard,`.",
+            "The package that adds the tracker is not installed in the environment of the run.",
         ),
-        "Give one or several of tensorboard, wandb and mlflow, separated by commas.",
+        "Give one or several of tensorboard, wandb, mlflow and the trackers of other installed "
+        "packages, separated by commas.",
     ),
     "HT653": Code(
         "`--profile` is no range of steps.",
@@ -1045,12 +1047,11 @@ CODES: dict[str, Code] = {
         "after 25.",
     ),
     "HT654": Code(
-        "`hpctrain report` cannot write the page, or one of its figures, to that name.",
+        "`hpctrain report` cannot write the page to that name.",
         (
             "The name does not end in .html.",
             "The folder does not exist, is not writable, or has no space left.",
-            "A file that is no report has the name of the page or of a figure. "
-            "Such a file is never replaced.",
+            "A file that is no report has this name. Such a file is never replaced.",
         ),
         "Choose another file: `--output FILE.html`.",
     ),
@@ -1121,6 +1122,15 @@ CODES: dict[str, Code] = {
             "A save, a log or an evaluation of all ranks is under `if session.is_main`.",
         ),
         "Give all ranks as many batches, and let all of them break, save, log and evaluate.",
+    ),
+    "HT662": Code(
+        "An installed package adds a tracker that cannot be used.",
+        (
+            "The tracker has the name of one of hpctrain, or of another package.",
+            "The import of the package fails, as it needs another package or version.",
+            "Its entry point is no subclass of `hpctrain.monitoring.trackers.Tracker`.",
+        ),
+        "Install another version of the package, or remove it.",
     ),
     # Run directories and checkpoints.
     "HT701": Code(

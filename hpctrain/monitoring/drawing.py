@@ -1,13 +1,11 @@
-"""Helpers for all figures of runs: check of imports, legends, grouping of metrics."""
+"""What figures of runs share without the packages that draw: check of imports, numbers of a row."""
 
 import importlib
-from collections.abc import Iterable
 from typing import Any, TypeGuard
 
-from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 
-__all__ = ["HEADS", "is_number", "legend", "need", "panel_of"]
+__all__ = ["HEADS", "is_number", "need"]
 
 # Fields of each row of metrics.jsonl that are positions on a curve and no metrics.
 HEADS = ("step", "epoch", "time")
@@ -38,23 +36,4 @@ def need(extra: str, *modules: str) -> None:
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether a value of a row can be drawn; True and False are no numbers."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def panel_of(name: str) -> str:
-    """Return the title of a metric's panel: loss, accuracy, or the metric's name."""
-    return "loss" if "loss" in name else "accuracy" if name.startswith("top") else name
-
-
-def legend(parent: Any, lines: Iterable[Any], names: Iterable[str], **more: Any) -> None:
-    """Add a legend that shows any text unchanged.
-
-    Args:
-        parent: axes or figure of matplotlib.
-        lines: lines of the curves.
-        names: names of the curves.
-        more: additional arguments of matplotlib's legend.
-    """
-    labels = [printable(name) for name in names]
-    for text in parent.legend(list(lines), labels, **more).get_texts():
-        text.set_parse_math(False)
+    return type(value) in (int, float)

@@ -6,18 +6,19 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
+from hpctrain.process.phases import ACCUMULATING, AGREEING, BACKWARD, COMPUTING, LOADING
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Clock", "Phases", "Timings"]
+__all__ = ["Clock", "DeviceClock", "Timings"]
 
 # Seconds of training between two lines of timings.jsonl.
 _SECONDS_BETWEEN_LINES = 30.0
@@ -25,57 +26,40 @@ _SECONDS_BETWEEN_LINES = 30.0
 _LEAST_SECONDS = 10.0
 # Forward passes per interval that are timed on a GPU; their median counts.
 _SAMPLES = 8
-_MOST_NAMED = 3
+
+_STEP = slice(LOADING, AGREEING + 1)  # phases that make up a step
 
 # By kind of slowness: what the rank does, and where to look for the cause.
 _ADVICE = {
     "data": (
-        "waits %.0f ms a step for data",
+        "waiting for data",
         "look at its disk and its cores: hpctrain bench input there, top, iostat -x 1;"
         " more --workers, or the data on its own disk",
     ),
     "forward": (
-        "takes %.0f ms a step for the forward pass",
+        "the forward pass",
         "a hot or throttled GPU, or another job there: hpctrain doctor, nvidia-smi -q -d "
         "PERFORMANCE, top",
     ),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Phase numbers of a training loop, by meaning.
-
-    Attributes:
-        loading: phase in which a rank waits for a batch.
-        computing: phase from the batch to the backward pass.
-        backward: phases that can follow `computing`.
-        steps: phases that make up a step.
-    """
-
-    loading: int
-    computing: int
-    backward: tuple[int, ...]
-    steps: slice
-
-
 class Clock:
     """Clock that measures the phases of the loop in this process.
 
     Args:
-        phases: phases of the loop.
         seconds: total seconds of each phase; updated by the watchdog.
 
     Attributes:
-        phases, seconds: the arguments.
+        seconds: the argument.
     """
 
-    def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
-        self.phases, self.seconds = phases, seconds
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.seconds = seconds
 
     def restart(self) -> None:
         """Begin an interval."""
-        self._begun = self.seconds[self.phases.computing]
+        self._begun = self.seconds[COMPUTING]
 
     def forward(self, steps: int, micro_batches: int) -> float:
         """Return the seconds per step from batch to backward pass, in this interval.
@@ -85,7 +69,7 @@ class Clock:
             micro_batches: number of micro-batches per step.
         """
         del micro_batches
-        return (self.seconds[self.phases.computing] - self._begun) / steps
+        return (self.seconds[COMPUTING] - self._begun) / steps
 
 
 class DeviceClock(Clock):
@@ -94,8 +78,8 @@ class DeviceClock(Clock):
     A few passes of each interval are between two CUDA events; no code waits for these events.
     """
 
-    def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
-        super().__init__(phases, seconds)
+    def __init__(self, seconds: Sequence[float]) -> None:
+        super().__init__(seconds)
         self._samples_left = 0
         self._first: torch.cuda.Event | None = None
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -104,9 +88,9 @@ class DeviceClock(Clock):
         """Record the beginning of a phase; called several times per step."""
         if not self._samples_left:
             return
-        if phase == self.phases.computing:
+        if phase == COMPUTING:
             self._first = _event()
-        elif phase in self.phases.backward and self._first is not None:
+        elif phase in (ACCUMULATING, BACKWARD) and self._first is not None:
             self._pairs.append((self._first, _event()))
             self._first = None
             self._samples_left -= 1
@@ -157,7 +141,7 @@ class Timings:
         micro_batches: int,
     ) -> None:
         self._backend, self._clock, self._hosts = backend, clock, hosts
-        self._seconds, self._in_steps = clock.seconds, clock.phases.steps
+        self._seconds = clock.seconds
         self._directory, self._micro_batches = directory, micro_batches
         self._ended = 0.0  # end of the last step, in seconds of steps
         self._last_due = 0.0  # `_ended` when the last line was due
@@ -170,12 +154,12 @@ class Timings:
     def _restart(self) -> None:
         self._step_seconds: list[float] = []  # of each step of this interval
         self._begun = self._ended
-        self._waited = self._clock.seconds[self._clock.phases.loading]
+        self._waited = self._seconds[LOADING]
         self._clock.restart()
 
     def step(self) -> None:
         """Record the end of a step."""
-        ended = sum(self._seconds[self._in_steps])
+        ended = sum(self._seconds[_STEP])
         self._step_seconds.append(ended - self._ended)
         self._ended = ended
         if self._first:
@@ -196,7 +180,7 @@ class Timings:
         if self._first or not steps:
             return
         rank, size = self._backend.rank, self._backend.world_size
-        waited = self._clock.seconds[self._clock.phases.loading] - self._waited
+        waited = self._seconds[LOADING] - self._waited
         own = [0.0] * (2 * size)
         own[rank] = waited / steps
         own[size + rank] = self._clock.forward(steps, self._micro_batches)
@@ -249,18 +233,11 @@ class Timings:
         """Log the ranks that have become slow, and those that are no longer slow."""
         slow = set(slow_ranks(numbers, a_step))
         before, self._slow[kind] = self._slow[kind], slow
-        symptom, advice = _ADVICE[kind]
-        usual = f"the median rank {1000 * statistics.median_low(numbers):.0f} ms"
-        new = sorted(slow - before, key=lambda rank: -numbers[rank])
-        for rank in new[:_MOST_NAMED]:
-            found = symptom % (1000 * numbers[rank])
-            message = f"rank {rank} on {self._hosts[rank]} {found}, {usual}"
-            logger.warning("%s (a step takes %.0f ms); %s", message, 1000 * a_step, advice)
-        if len(new) > _MOST_NAMED:
-            logger.warning(
-                "%d more ranks are slow in this way; timings.jsonl has all of them",
-                len(new) - _MOST_NAMED,
-            )
-        for rank in sorted(before - slow)[:_MOST_NAMED]:
-            found = symptom % (1000 * numbers[rank])
-            logger.info("rank %d on %s %s, like the others", rank, self._hosts[rank], found)
+        cause, advice = _ADVICE[kind]
+        if new := slow - before:
+            most, median = max(numbers[rank] for rank in new), statistics.median_low(numbers)
+            times = f"{1000 * most:.0f} ms a step, the median rank {1000 * median:.0f} ms"
+            where = f"{ranks_text(new, self._hosts)}, {times} (a step takes {1000 * a_step:.0f} ms)"
+            logger.warning("slow by %s: %s; %s", cause, where, advice)
+        if well := before - slow:
+            logger.info("no longer slow by %s: %s", cause, ranks_text(well, self._hosts))

@@ -12,22 +12,15 @@ from hpctrain.errors import exit_codes
 from hpctrain.monitoring import profiler, trackers
 from hpctrain.monitoring.profiler import Profile
 from hpctrain.monitoring.progress import Course, Lines, open_progress
-from hpctrain.monitoring.timings import Clock, DeviceClock, Phases, Timings
+from hpctrain.monitoring.timings import Clock, DeviceClock, Timings
 from hpctrain.monitoring.trackers import About, Tracking
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import (
-    ACCUMULATING,
-    AGREEING,
-    BACKWARD,
-    COMPUTING,
-    LOADING,
-)
+from hpctrain.process.phases import LOADING
 from hpctrain.rundir import RunDirectory
 from hpctrain.training.context import Context
 
 __all__ = ["Monitor", "check"]
 
-_PHASES = Phases(LOADING, COMPUTING, (ACCUMULATING, BACKWARD), slice(LOADING, AGREEING + 1))
 # A query of the allocator costs more than the rest of a row.
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -42,7 +35,8 @@ def check(options: Options, rank: int) -> None:
     Raises:
         UsageError: a tracker is unknown or not installed, or `--profile` is no range of steps.
     """
-    trackers.parse(options.track, here=rank == 0)
+    if rank == 0:
+        trackers.find(options.track)
     if options.profile is not None:
         profiler.steps(options.profile)
 
@@ -65,7 +59,7 @@ class Monitor:
         check(options, world.rank)
         self._context, self._directory, self._name = context, directory, name
         on_gpu = context.device.type == "cuda"
-        self._clock = (DeviceClock if on_gpu else Clock)(_PHASES, seconds)
+        self._clock = (DeviceClock if on_gpu else Clock)(seconds)
         hosts = [roster.hosts[host] for host in roster.host_of_rank]
         self._timings = Timings(
             context.backend, self._clock, hosts, directory, context.batches.accumulate
@@ -93,8 +87,8 @@ class Monitor:
             return
         options = {**context.own_options, **asdict(context.options)}
         about = About(self._name, self._directory, options, step)
-        if names := trackers.parse(context.options.track, here=True):
-            self._tracking = Tracking(names, about)
+        if kinds := trackers.find(context.options.track):
+            self._tracking = Tracking(kinds, about)
         self._progress = open_progress(self._progress.course)
         self._draws = type(self._progress) is not Lines
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import math
 import os
 import re
 import runpy
@@ -479,7 +480,10 @@ MISTAKES = {
         "HT414",
         lambda: initialize("O1", keep_batchnorm_fp32=True),
     ),
-    "keep_batchnorm_fp32='yes'": ("HT414", lambda: initialize("O2", keep_batchnorm_fp32="yes")),
+    "keep_batchnorm_fp32='yes' with opt_level O2": (
+        "HT414",
+        lambda: initialize("O2", keep_batchnorm_fp32="yes"),
+    ),
     "master_weights=True with opt_level O1": (
         "HT414",
         lambda: initialize("O1", master_weights=True),
@@ -522,6 +526,10 @@ MISTAKES = {
     "FusedAdam(…, amsgrad=True)": (
         "HT415",
         lambda: apex.optimizers.FusedAdam(net().parameters(), amsgrad=True),
+    ),
+    "optimizer.step(closure) with LARC": (
+        "HT415",
+        lambda: apex.parallel.LARC(sgd(net())).step(lambda: 1.0),
     ),
     "FusedSGD(…, wd_after_momentum=True)": (
         "HT415",
@@ -620,6 +628,96 @@ def resume_from_apex():
 def test_fused_optimizers_load_state_of_apex():
     names = ("FusedAdam", "FusedLAMB", "FusedSGD")
     assert one_rank(list_results, resume_from_apex) == [(name, True) for name in names]
+
+
+RATE, DECAY, TRUST, EPS = 0.1, 0.01, 0.02, 1e-8
+
+
+def larc_by_hand(weight, gradient, clip):
+    """Return the weights after a step of plain SGD with LARC, in Python's own numbers."""
+
+    def norm(numbers):
+        return math.sqrt(sum(number * number for number in numbers))
+
+    rate = RATE
+    if norm(weight) and norm(gradient):
+        ratio = TRUST * norm(weight) / (norm(gradient) + DECAY * norm(weight) + EPS)
+        rate = min(ratio, RATE) if clip else ratio * RATE
+        gradient = [g + DECAY * w for w, g in zip(weight, gradient, strict=True)]
+    return [w - rate * g for w, g in zip(weight, gradient, strict=True)]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize(
+    ("weight", "gradient"),
+    [
+        ([3.0, -4.0], [0.6, 0.8]),  # λ is close to the rate
+        ([3.0, -4.0], [0.006, 0.008]),  # λ is above the rate
+        ([0.3, -0.4], [60.0, 80.0]),  # λ is far below the rate
+        ([0.0, 0.0], [0.6, 0.8]),
+        ([3.0, -4.0], [0.0, 0.0]),
+    ],
+)
+def test_larc_takes_the_step_of_its_formula(weight, gradient, clip):
+    layer, fixed = (nn.Parameter(torch.tensor(weight, dtype=torch.float64)) for _ in range(2))
+    sgd = torch.optim.SGD([layer, fixed], RATE, weight_decay=DECAY)
+    optimizer = apex.parallel.LARC(sgd, trust_coefficient=TRUST, clip=clip, eps=EPS)
+    layer.grad = torch.tensor(gradient, dtype=torch.float64)
+    optimizer.step()
+    assert layer.tolist() == pytest.approx(larc_by_hand(weight, gradient, clip), rel=1e-12)
+    assert fixed.tolist() == weight  # without a gradient
+    assert optimizer.param_groups[0]["weight_decay"] == DECAY
+
+
+def test_larc_without_clip_is_lars():
+    weights = []
+    for kind in ("LARC", "LARS"):
+        model = net()
+        settings = {"lr": 1.0, "momentum": 0.9, "weight_decay": DECAY}
+        if kind == "LARS":
+            optimizer = hpctrain.optim.LARS(model.parameters(), **settings)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), **settings)
+            optimizer = apex.parallel.LARC(optimizer, trust_coefficient=0.001, clip=False)
+            assert isinstance(optimizer.optim, torch.optim.SGD)
+        for images, targets in batches(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), targets).backward()
+            optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights)
+
+
+def train_with_larc():
+    """Train as self-supervised scripts do; return the losses, and the rate and decay at the end."""
+    from hpctrain.compat.apex.parallel.LARC import LARC
+
+    model = net()
+    optimizer = LARC(optimizer=sgd(model, lr=0.5), trust_coefficient=0.1, clip=False)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optim, 3, 0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    losses = []
+    for batch in batches():
+        losses.append(step(model, optimizer, *batch))
+        schedule.step()
+    (group,) = optimizer.param_groups
+    return losses, group["lr"], group["weight_decay"]
+
+
+def test_larc_under_amp_with_a_schedule():
+    losses, rate, decay = one_rank(train_with_larc)
+    assert losses[-1] < 0.9 * losses[0]
+    assert (rate, decay) == (0.125, 1e-4)
+
+
+def test_arguments_that_apex_does_not_have_are_refused():
+    for call in (
+        lambda: apex.optimizers.FusedAdam(net().parameters(), amsgad=True),
+        lambda: apex.parallel.DistributedDataParallel(net(), mesage_size=1),
+        lambda: amp.initialize(net(), opt_level="O2", keep_batchnorm=True),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            call()
 
 
 def step_without_gradients():
@@ -781,5 +879,5 @@ def test_apex_ddp_warns_about_arguments_that_change_numbers():
 
 def test_apex_itself_is_never_imported():
     folder = Path(apex.__file__).parent
-    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    text = "".join(path.read_text() for path in folder.rglob("*.py"))
     assert not re.search(r"^\s*(import|from) apex", text, re.MULTILINE)

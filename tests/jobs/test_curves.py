@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_curves
+from hpctrain.monitoring import curves
 
 ROWS = [
     {"step": 10, "epoch": 0, "time": 1.0, "loss": 2.0, "lr": 0.1, "samples_per_second": 5},
@@ -16,23 +17,22 @@ ROWS = [
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+def panels_of(rows):
+    return curves.panels([curves.History("train-7", curves.collect(rows)[0], [])])
+
+
 def test_curves_group_losses_and_accuracies_first():
-    drawn = job_curves.panels([{"step": 0, "lr": 0.1}, *ROWS])
+    drawn = {panel.name: panel.curves for panel in panels_of([{"step": 0, "lr": 0.1}, *ROWS])}
     assert list(drawn) == ["loss", "accuracy", "lr", "samples_per_second"]
-    assert list(drawn["loss"]) == ["loss", "eval_loss"]
-    assert drawn["accuracy"] == {"top1": ([20], [0.5]), "top5": ([20], [0.9])}
-    steps, values = drawn["loss"]["loss"]
-    assert steps == [10, 20, 30]
-    assert (values[0], values[2]) == (2.0, 1.0)
-    assert values[1] != values[1]
+    assert [curve.label for curve in drawn["accuracy"]] == ["top1", "top5"]
+    loss, eval_loss = drawn["loss"]
+    assert (list(loss.steps), list(loss.middle), list(loss.missing)) == ([10, 30], [2, 1], [20])
+    assert (list(eval_loss.steps), list(eval_loss.middle)) == ([20], [1.5])
 
 
-def test_curves_thin_long_runs_and_skip_rows_without_step():
-    rows = [{"step": step, "loss": 1.0} for step in range(10_001)] + [{"loss": 1.0}]
-    steps, values = job_curves.panels(rows)["loss"]["loss"]
-    assert len(steps) == len(values) <= 2000
-    assert steps[0] == 0
-    assert steps[-1] > 9990
+def test_curves_skip_rows_without_step():
+    (panel,) = panels_of([{"step": 1, "loss": 1.0}, {"loss": 1.0}, {"step": None, "loss": 1.0}])
+    assert list(panel.curves[0].steps) == [1]
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_slow_ranks_are_named_by_rank_and_host():
     slow = partial(train, slow_data=1, slow_forward=2, max_steps=24)
     ranks.values(ranks.run(3, slow, layout=(2, 1)))
     log = RunDirectory("run").log(0).read_text()
-    assert "rank 1 on node1 waits" in log
-    assert "rank 2 on node2 takes" in log
+    assert "slow by waiting for data: rank 1 on node1" in log
+    assert "slow by the forward pass: rank 2 on node2" in log
     found = lines()
     assert len(found) >= 2
     for line in found:

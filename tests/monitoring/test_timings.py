@@ -3,12 +3,9 @@
 import pytest
 
 from hpctrain.monitoring.slow_ranks import slow_ranks
-from hpctrain.monitoring.timings import Clock, Phases, Timings
+from hpctrain.monitoring.timings import Clock, Timings
+from hpctrain.process.phases import BACKWARD, COMPUTING, EVALUATING, LOADING, PHASES
 from hpctrain.rundir import RunDirectory
-
-# Idle, loading, computing, backward, updating; then a phase outside of a step.
-LOADING, COMPUTING, BACKWARD, UPDATING, OUTSIDE = 1, 2, 3, 4, 5
-PHASES = Phases(LOADING, COMPUTING, (BACKWARD,), slice(LOADING, OUTSIDE))
 
 
 class Sums:
@@ -37,8 +34,8 @@ class Loop:
     """A training loop whose clock the test sets."""
 
     def __init__(self, backend, path, micro_batches=1):
-        self.seconds = [0.0] * (OUTSIDE + 1)
-        self.clock, self.directory = Clock(PHASES, self.seconds), RunDirectory(path)
+        self.seconds = [0.0] * len(PHASES)
+        self.clock, self.directory = Clock(self.seconds), RunDirectory(path)
         hosts = [f"node{rank}" for rank in range(backend.world_size)]
         self.timings = Timings(backend, self.clock, hosts, self.directory, micro_batches)
 
@@ -61,7 +58,7 @@ def test_timings_line_has_the_phases_of_a_step(loop):
     loop = loop([(0.001, 0.025)])
     loop.steps(1, data=9.0)  # the first step of a start, which takes longer
     loop.steps(8, rest=0.080)
-    loop.seconds[OUTSIDE] += 50
+    loop.seconds[EVALUATING] += 50
     loop.steps(2, data=0.110, rest=0.080)
     loop.timings.begin(11, 3)
     loop.timings.poll()
@@ -86,7 +83,7 @@ def test_timings_are_due_every_half_minute_of_training(loop):
     loop.steps(301)
     assert loop.timings.due()
     assert not loop.timings.due()
-    loop.seconds[OUTSIDE] += 100
+    loop.seconds[EVALUATING] += 100
     loop.steps(299)
     assert not loop.timings.due()
     loop.steps(2)
@@ -114,16 +111,17 @@ def test_slow_rank_is_logged_when_it_starts_and_ends(loop, caplog):
         loop.timings.poll()
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
-        "rank 2 on node2 waits 50 ms a step for data, the median rank 10 ms (a step takes 100 ms)"
+        "slow by waiting for data: rank 2 on node2, 50 ms a step, the median rank 10 ms "
+        "(a step takes 100 ms); look at its disk"
     )
     assert "hpctrain bench input" in message
     caplog.clear()
     loop.timings._backend.others = [(0.010, 0.020), (0.010, 0.090), (0.010, 0.020)]
     loop.steps(300)
     loop.timings.finish(0, 0)
-    slow, well = [record.getMessage() for record in caplog.records]
-    assert well.startswith("rank 2 on node2 takes 90 ms a step for the forward pass")
-    assert slow == "rank 2 on node2 waits 10 ms a step for data, like the others"
+    well, slow = [record.getMessage() for record in caplog.records]
+    assert slow.startswith("slow by the forward pass: rank 2 on node2, 90 ms a step, the median")
+    assert well == "no longer slow by waiting for data: rank 2 on node2"
 
 
 def test_slow_rank_is_not_logged_after_few_seconds(loop, caplog):

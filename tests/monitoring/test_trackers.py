@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.monitoring import profiler, trackers
-from hpctrain.monitoring.trackers import About, Tracker, Tracking, parse
+from hpctrain.monitoring.trackers import About, Tracker, Tracking, find
 from hpctrain.rundir import RunDirectory
 
 ROWS = [
@@ -32,7 +32,7 @@ def make_about(step=0):
 
 
 def track(names, rows, step=0, status="done", timeout=1800.0):
-    tracking = Tracking(names.split(","), make_about(step))
+    tracking = Tracking(find(names), make_about(step))
     for row in rows:
         tracking.row(row)
     tracking.close(status, timeout)
@@ -47,7 +47,7 @@ def track(names, rows, step=0, status="done", timeout=1800.0):
     ],
 )
 def test_track_option_takes_a_comma_separated_list(text, names):
-    assert parse(text, here=False) == names
+    assert list(find(text)) == names
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_track_option_takes_a_comma_separated_list(text, names):
 )
 def test_unknown_tracker_is_refused_with_a_suggestion(text, near):
     with pytest.raises(UsageError) as refused:
-        parse(text, here=False)
+        find(text)
     assert refused.value.code == "HT652"
     assert refused.value.fixes == (f"--track {near or 'tensorboard'}",)
 
@@ -63,11 +63,86 @@ def test_unknown_tracker_is_refused_with_a_suggestion(text, near):
 def test_tracker_package_missing_is_refused(monkeypatch):
     # Only a folder that W&B made.
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: Folder)
-    assert parse("wandb", here=False) == ["wandb"]
     with pytest.raises(UsageError, match="not installed") as refused:
-        parse("wandb", here=True)
+        find("wandb")
     assert refused.value.code == "HT651"
     assert refused.value.fixes == ("pip install 'hpctrain[wandb]'",)
+
+
+OURS = """
+from hpctrain.monitoring.trackers import Tracker
+
+class Ours(Tracker):
+    def __init__(self, about):
+        self.about = about
+    def open(self):
+        self.lines = []
+    def log(self, step, seconds, values):
+        self.lines.append(f"{step} {values['loss']}")
+    def close(self, status):
+        (self.about.directory.path / "ours.txt").write_text(" ".join([*self.lines, status]))
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs a package with an entry point for trackers, as pip does."""
+    site = tmp_path / "site"
+    monkeypatch.syspath_prepend(site)
+
+    def install(entry, source=OURS, package="ours"):
+        info = site / f"{package}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[hpctrain.trackers]\n{entry}\n")
+        (site / f"{package}.py").write_text(source)
+
+    yield install
+    for name in ("ours", "others"):
+        sys.modules.pop(name, None)
+
+
+def test_tracker_of_another_package(install):
+    install("mine = ours:Ours")
+    track("mine", ROWS[:2])
+    assert Path("run/ours.txt").read_text() == "1 2.5 2 2.25 done"
+    assert "mine" not in trackers.TRACKERS
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "asked", "problem"),
+    [
+        ("wandb = ours:Ours", OURS, "wandb", "hpctrain has a tracker of that name"),
+        ("mine = ours:Ours", "import no_such_package", "mine", "its import fails: ModuleNotFound"),
+        ("mine = ours:Ours", "1 / 0", "mine", "its import fails: ZeroDivisionError"),
+        ("mine = ours:Theirs", OURS, "mine", "its import fails: AttributeError"),
+        ("mine = ours:Ours", "Ours = dict", "mine", "is no subclass of hpctrain.monitoring"),
+    ],
+    ids=["clash", "missing package", "error at import", "no such class", "another class"],
+)
+def test_tracker_of_another_package_that_cannot_be_used(install, entry, source, asked, problem):
+    install(entry, source)
+    with pytest.raises(UsageError, match=problem) as refused:
+        find(asked)
+    assert refused.value.code == "HT662"
+    assert f"ours adds the tracker {entry}" in refused.value.found
+    assert refused.value.fixes[-1] == "pip uninstall ours"
+
+
+def test_tracker_of_two_packages_is_refused(install):
+    install("mine = ours:Ours")
+    install("mine = others:Ours", package="others")
+    with pytest.raises(UsageError, match="has a tracker of that name") as refused:
+        find("mine")
+    assert refused.value.code == "HT662"
+
+
+def test_package_of_a_tracker_is_not_imported_for_another_one(install):
+    install("mine = ours:Ours\nwandb = ours:Ours", "1 / 0")
+    assert list(find("tensorboard")) == ["tensorboard"]
+    with pytest.raises(UsageError, match=r"mlflow, mine, wandb\n") as refused:
+        find("min")
+    assert refused.value.fixes == ("--track mine",)
 
 
 class Folder:
@@ -189,9 +264,9 @@ def test_wandb_abandon_while_threads_come_and_go(monkeypatch):
 
 
 def test_slow_tracker_drops_rows_with_one_warning(fake, monkeypatch, caplog):
-    monkeypatch.setattr(trackers.outlet, "_MOST_ROWS", 2)
+    monkeypatch.setattr(trackers.tracking, "_MOST_ROWS", 2)
     monkeypatch.setattr(fake, "hangs", "open")
-    tracking = Tracking(["fake"], make_about())
+    tracking = Tracking(find("fake"), make_about())
     for row in ROWS * 3:
         tracking.row(row)
     fake.wakes.set()
@@ -273,9 +348,9 @@ server = socket.create_server(("127.0.0.1", 0))  # takes connections and never a
 url = f"http://127.0.0.1:{server.getsockname()[1]}"
 os.environ |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
 from hpctrain.rundir import RunDirectory
-from hpctrain.monitoring.trackers import About, Tracking
+from hpctrain.monitoring.trackers import About, Tracking, find
 pathlib.Path("run").mkdir()
-tracking = Tracking(["wandb"], About("mute", RunDirectory("run"), {}, 0))
+tracking = Tracking(find("wandb"), About("mute", RunDirectory("run"), {}, 0))
 tracking.row({"step": 1, "epoch": 0, "time": 0.0, "loss": 1.0})
 while not [c for c in pathlib.Path("/proc/self/task").glob("*/children") if c.read_text()]:
     time.sleep(0.02)

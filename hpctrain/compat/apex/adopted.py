@@ -101,7 +101,6 @@ class Adopted:
                 gradient.add_(parameter.grad)
             parameter.grad = gradient
         self._before = {}
-        self.scaled = False
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of the optimizer, unless there was an overflow.

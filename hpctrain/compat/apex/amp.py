@@ -12,6 +12,7 @@ Source: https://nvidia.github.io/apex/amp.html and advanced.html. Differences fr
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from hpctrain.process.logging import logger
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 
 
+@dataclass(frozen=True, slots=True)
 class _State:
     """State that `initialize` keeps for the other functions.
 
@@ -36,24 +38,8 @@ class _State:
         verbose: whether overflows are logged.
     """
 
-    def __init__(self, scales: Sequence[Scale], verbose: bool) -> None:
-        self.scales = scales
-        self.verbose = verbose
-
-    def scale(self, loss_id: int) -> Scale:
-        """Return the scale of a loss.
-
-        Raises:
-            UsageError: there is no such loss.
-        """
-        if not 0 <= loss_id < len(self.scales):
-            raise UsageError(
-                "HT414",
-                f"amp.scale_loss(…, loss_id={loss_id})",
-                f"a number below num_losses, which is {len(self.scales)}",
-                f"amp.initialize(…, num_losses={loss_id + 1})",
-            )
-        return self.scales[loss_id]
+    scales: Sequence[Scale] = ()
+    verbose: bool = False
 
 
 _state: _State | None = None
@@ -64,16 +50,13 @@ def initialize(
     optimizers: Optimizer | list[Optimizer] | None = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | bool | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
+    *,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
+    **properties: Any,
 ) -> Any:
     """Convert models and optimizers to a precision, before the models are wrapped.
 
@@ -82,15 +65,11 @@ def initialize(
         optimizers: optimizers of the models' parameters; None for inference.
         enabled: False to change nothing, here and in the other functions.
         opt_level: level from O0 to O3.
-        cast_model_type: type of the weights; None or the type of the level.
-        patch_torch_functions: False to run O1 without half precision.
-        keep_batchnorm_fp32: whether O2 and O3 keep batch norm in fp32; also "True" or "False".
-        master_weights: whether O2 and O3 keep fp32 master weights.
-        loss_scale: a number, also as text, or "dynamic"; None for the default of the level.
         cast_model_outputs: type of all outputs of the models; None for fp32.
         num_losses: number of losses, each with its own scale.
         verbosity: 0 to log no overflows.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
+        properties: changes of the level, as in `properties.settle`.
 
     Returns:
         models, or (models, optimizers); each is a list if it was given as one.
@@ -101,17 +80,11 @@ def initialize(
     global _state  # noqa: PLW0603, as the functions of Apex share state without an argument
     model_list = _listed("models", models, nn.Module)
     optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    given = models if optimizers is None else (models, optimizers)
     if not enabled:
-        _state = _State((), False)
-        return models if optimizers is None else (models, optimizers)
-    properties = settle(
-        opt_level,
-        cast_model_type,
-        patch_torch_functions,
-        keep_batchnorm_fp32,
-        master_weights,
-        loss_scale,
-    )
+        _state = _State()
+        return given
+    settled = settle(opt_level, properties)
     if num_losses < 1:
         raise UsageError(
             "HT414", f"amp.initialize(…, num_losses={num_losses})", "1 or more", "num_losses=1"
@@ -120,19 +93,17 @@ def initialize(
         conversion.check(model)
     for optimizer in optimizer_list:
         Adopted.check(optimizer)
-    device = _device(model_list)
-    level = conversion.open_level(properties, device)
+    device = next((p.device for m in model_list for p in m.parameters()), torch.device("cpu"))
+    level = conversion.open_level(settled, device)
     for model in model_list:
-        conversion.convert(model, properties, level, cast_model_outputs)
-    scales = [
-        Scale(device, properties.loss_scale, min_loss_scale, max_loss_scale)
-        for _ in range(num_losses)
-    ]
+        conversion.convert(model, settled, level, cast_model_outputs)
+    bounds = settled.loss_scale, min_loss_scale, max_loss_scale
+    scales = [Scale(device, *bounds) for _ in range(num_losses)]
     _state = _State(scales, verbosity > 0)
-    if properties.masters or not scales[0].idle:
+    if settled.masters or not scales[0].idle:
         for optimizer in optimizer_list:
             Adopted(optimizer, level)
-    return models if optimizers is None else (models, optimizers)
+    return given
 
 
 def _listed(name: str, things: Any, kind: type) -> list[Any]:
@@ -145,13 +116,6 @@ def _listed(name: str, things: Any, kind: type) -> list[Any]:
             "amp.initialize(model, optimizer, opt_level=…)",
         )
     return found
-
-
-def _device(models: Sequence[nn.Module]) -> torch.device:
-    for model in models:
-        for parameter in model.parameters():
-            return parameter.device
-    return torch.device("cpu")
 
 
 @contextmanager
@@ -190,7 +154,14 @@ def scale_loss(
             "an overflow check before each step",
             "leave delay_overflow_check out",
         )
-    scale = state.scale(loss_id)
+    if not 0 <= loss_id < len(state.scales):
+        raise UsageError(
+            "HT414",
+            f"amp.scale_loss(…, loss_id={loss_id})",
+            f"a number below num_losses, which is {len(state.scales)}",
+            f"amp.initialize(…, num_losses={loss_id + 1})",
+        )
+    scale = state.scales[loss_id]
     chosen = optimizers if isinstance(optimizers, list) else [optimizers]
     if scale.idle and not any(hasattr(optimizer, "_amp") for optimizer in chosen):
         yield loss.float()
@@ -199,19 +170,17 @@ def scale_loss(
     for each in adopted:
         each.prepare()
     yield scale.scale(loss.float())
+    for each in adopted:
+        each.scaled = delay_unscale
     if delay_unscale:
-        for each in adopted:
-            each.scaled = True
         return
     for each in adopted:
         each.unscale(scale)
     overflowed = scale.overflowed()
     scale.follow()
-    if not overflowed:
-        return
     for each in adopted:
-        each.skip = True
-    if state.verbose:
+        each.skip |= overflowed
+    if overflowed and state.verbose:
         text = "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %g"
         logger.warning(text, loss_id, scale.get_scale())
 

@@ -1,7 +1,7 @@
 """apex.optimizers, built on torch's fused optimizers and on hpctrain's LAMB.
 
-Each function has the arguments and defaults of Apex's class. The optimizer that it returns can also
-load a state that Apex saved.
+Each function has the arguments and defaults of Apex's class; those behind the learning rate are
+keywords. The optimizer that it returns can also load a state that Apex saved.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from hpctrain.errors import UsageError
+from hpctrain.compat.apex.properties import ANY, refuse
 from hpctrain.optim import LAMB
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
@@ -19,26 +19,22 @@ __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
 def FusedAdam(  # noqa: N802, as Apex's class
     params: ParamsT,
     lr: float = 1e-3,
-    bias_correction: bool = True,
+    *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     adam_w_mode: bool = True,
     weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
+    **more: Any,
 ) -> Optimizer:
     """Return a fused torch.optim.AdamW, or a fused Adam if `adam_w_mode` is False.
 
     Raises:
         UsageError: `amsgrad` is not False, or `bias_correction` or `set_grad_none` is not True.
     """
-    _refuse("FusedAdam", "amsgrad", amsgrad, False, "torch.optim.AdamW(…, amsgrad=True)")
-    _refuse("FusedAdam", "bias_correction", bias_correction, True, "leave bias_correction out")
-    _refuse("FusedAdam", "set_grad_none", set_grad_none, True, _ZERO)
+    refuse("FusedAdam", more, {"amsgrad": False, "bias_correction": True, "set_grad_none": True})
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return _loads_apex(
-        kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-    )
+    optimizer = kind(params, lr, betas, eps, weight_decay, fused=True)
+    return _loads_apex(optimizer)
 
 
 def FusedSGD(  # noqa: N802
@@ -48,72 +44,43 @@ def FusedSGD(  # noqa: N802
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    wd_after_momentum: bool = False,
-    materialize_master_grads: bool = True,
+    **more: Any,
 ) -> Optimizer:
-    """Return a fused torch.optim.SGD; `materialize_master_grads` is ignored.
+    """Return a fused torch.optim.SGD.
 
     Raises:
         UsageError: `wd_after_momentum` is not False.
     """
-    del materialize_master_grads  # False saved memory in Apex; the numbers are the same
-    _refuse(
-        "FusedSGD", "wd_after_momentum", wd_after_momentum, False, "leave wd_after_momentum out"
+    # False for materialize_master_grads saved memory in Apex; the numbers are the same.
+    refuse("FusedSGD", more, {"wd_after_momentum": False, "materialize_master_grads": ANY})
+    return _loads_apex(
+        torch.optim.SGD(
+            params, lr, momentum, dampening, weight_decay, nesterov=nesterov, fused=True
+        )
     )
-    optimizer = torch.optim.SGD(
-        params,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        fused=True,
-    )
-    return _loads_apex(optimizer)
 
 
 def FusedLAMB(  # noqa: N802
     params: ParamsT,
     lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-6,
+    *,
     weight_decay: float = 0.01,
-    amsgrad: bool = False,
-    adam_w_mode: bool = True,
-    grad_averaging: bool = True,
-    set_grad_none: bool = True,
     max_grad_norm: float = 1.0,
-    use_nvlamb: bool = False,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+    **settings: Any,
 ) -> Optimizer:
     """Return an hpctrain.optim.LAMB, which clips gradients to the norm `max_grad_norm`.
 
     Raises:
         UsageError: `amsgrad` is not False, or `set_grad_none` is not True.
     """
-    _refuse("FusedLAMB", "amsgrad", amsgrad, False, "leave amsgrad out")
-    _refuse("FusedLAMB", "set_grad_none", set_grad_none, True, _ZERO)
+    given = {"amsgrad": amsgrad, "set_grad_none": set_grad_none}
+    refuse("FusedLAMB", given, {"amsgrad": False, "set_grad_none": True})
     optimizer = LAMB(
-        params,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        bias_correction=bias_correction,
-        adam_w_mode=adam_w_mode,
-        grad_averaging=grad_averaging,
-        max_grad_norm=max_grad_norm,
-        use_nvlamb=use_nvlamb,
+        params, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **settings
     )
     return _loads_apex(optimizer)
-
-
-_ZERO = "leave set_grad_none out, and optimizer.zero_grad(set_to_none=False)"
-
-
-def _refuse(optimizer: str, name: str, value: Any, only: Any, fix: str) -> None:
-    if value is not only:
-        raise UsageError("HT415", f"{optimizer}(…, {name}={value})", f"{name}={only}", fix)
 
 
 def _loads_apex(optimizer: Optimizer) -> Optimizer:

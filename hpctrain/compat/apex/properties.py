@@ -4,16 +4,21 @@ Source: "opt_levels and Properties" in the documentation of apex.amp.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hpctrain.errors import UsageError
 
-__all__ = ["Properties", "settle"]
+__all__ = ["ANY", "Properties", "refuse", "settle"]
 
-_OWN_TYPE = {"O0": torch.float32, "O1": None, "O2": torch.float16, "O3": torch.float16}
+#: Marks an argument that has no effect here, whatever its value.
+ANY = object()
+
+# Scripts pass the texts from their command lines.
+_BOOLS = {True: True, False: False, "True": True, "False": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Properties:
         level: level from O0 to O3.
         autocast: whether the models' forward passes run under autocast.
         masters: whether there are fp32 master weights for those in half precision.
-        keep_batchnorm_fp32: whether batch norm stays in fp32; None for the default of the level.
+        keep_batchnorm_fp32: whether batch norm stays in fp32; None where all weights are in fp32.
         loss_scale: a number, or "dynamic".
     """
 
@@ -35,73 +40,65 @@ class Properties:
     loss_scale: float | str
 
 
-def settle(
-    opt_level: str,
-    cast_model_type: torch.dtype | bool | None,
-    patch_torch_functions: bool | None,
-    keep_batchnorm_fp32: bool | str | None,
-    master_weights: bool | None,
-    loss_scale: float | str | None,
-) -> Properties:
-    """Return the properties of a level, combined with the other arguments.
+_LEVELS = {
+    "O0": Properties("O0", False, False, None, 1.0),
+    "O1": Properties("O1", True, False, None, "dynamic"),
+    "O2": Properties("O2", False, True, True, "dynamic"),
+    "O3": Properties("O3", False, False, False, 1.0),
+}
+_OF_WEIGHTS: dict[str, Any] = {
+    "patch_torch_functions": (False,),
+    "keep_batchnorm_fp32": _BOOLS,
+    "master_weights": (True, False),
+}
+# Supported values of each argument, by level.
+_SUPPORTED: dict[str, dict[str, Any]] = {
+    "O0": {**_OF_WEIGHTS, "cast_model_type": (torch.float32,)},
+    "O1": {"patch_torch_functions": (True, False), "cast_model_type": (False, torch.float32)},
+    "O2": {**_OF_WEIGHTS, "cast_model_type": (torch.float16,)},
+    "O3": {**_OF_WEIGHTS, "cast_model_type": (torch.float16,)},
+}
 
-    Args: as for `amp.initialize`.
+
+def settle(level: str, given: Mapping[str, Any]) -> Properties:
+    """Return the properties of a level, with changes from arguments of `amp.initialize`.
+
+    These are `cast_model_type` (the type of the weights), `patch_torch_functions` (False to run O1
+    without half precision), `keep_batchnorm_fp32`, `master_weights`, and `loss_scale` (a number,
+    also as text, or "dynamic").
+
+    Args:
+        level: level from O0 to O3.
+        given: arguments by name; None for the default of the level.
 
     Raises:
+        TypeError: an argument is unknown.
         UsageError: the level is unknown, or does not support one of the other arguments.
     """
-    if opt_level not in _OWN_TYPE:
-        raise UsageError(
-            "HT414",
-            f"opt_level={opt_level!r}",
-            "O0, O1, O2 or O3, with the letter O",
-            'opt_level="O1"',
-        )
-    own = _OWN_TYPE[opt_level]
-    if cast_model_type not in (None, own) and not (
-        opt_level == "O1" and cast_model_type in (False, torch.float32)
-    ):
-        _refuse(opt_level, "cast_model_type", cast_model_type, str(own))
-    if patch_torch_functions and opt_level != "O1":
-        _refuse(opt_level, "patch_torch_functions", patch_torch_functions, "O1's alone")
-    if opt_level == "O1":
-        if master_weights is not None:
-            _refuse(opt_level, "master_weights", master_weights, "weights that are fp32 themselves")
-        if keep_batchnorm_fp32 is not None:
-            _refuse(opt_level, "keep_batchnorm_fp32", keep_batchnorm_fp32, "all weights in fp32")
-    half = opt_level in ("O2", "O3")
-    given = opt_level == "O2" if master_weights is None else bool(master_weights)
-    if loss_scale is None:
-        loss_scale = "dynamic" if opt_level in ("O1", "O2") else 1.0
-    return Properties(
-        opt_level,
-        opt_level == "O1" and patch_torch_functions is not False,
-        half and given,
-        _batchnorm(opt_level, keep_batchnorm_fp32),
-        _scale(loss_scale),
+    if level not in _LEVELS:
+        expected = "O0, O1, O2 or O3, with the letter O"
+        raise UsageError("HT414", f"opt_level={level!r}", expected, 'opt_level="O1"')
+    own, chosen = _LEVELS[level], {name: v for name, v in given.items() if v is not None}
+    scale = _scale(chosen.pop("loss_scale", own.loss_scale))
+    for name, value in chosen.items():
+        if name not in _SUPPORTED["O2"]:
+            raise TypeError(f"amp.initialize() got an unexpected keyword argument {name!r}")
+        values = _SUPPORTED[level].get(name, ())
+        if value not in values:
+            raise UsageError(
+                "HT414",
+                f"{name}={value!r} with opt_level {level}",
+                " or ".join(map(repr, values)) if values else f"{level} without this argument",
+                f"leave {name} out",
+            )
+    keep = _BOOLS.get(chosen.get("keep_batchnorm_fp32"), own.keep_batchnorm_fp32)
+    return replace(
+        own,
+        autocast=own.autocast and chosen.get("patch_torch_functions", True),
+        masters=level in ("O2", "O3") and chosen.get("master_weights", own.masters),
+        keep_batchnorm_fp32=keep,
+        loss_scale=scale,
     )
-
-
-def _refuse(level: str, name: str, value: Any, expected: str) -> None:
-    raise UsageError(
-        "HT414", f"{name}={value} with opt_level {level}", expected, f"leave {name} out"
-    )
-
-
-def _batchnorm(level: str, value: bool | str | None) -> bool | None:
-    """Return the setting as a bool; scripts pass the texts from their command lines."""
-    answers: dict[Any, bool | None] = {"True": True, "False": False, True: True, False: False}
-    if value is None:
-        # The default of O2 is the same without its masters.
-        return {"O2": True, "O3": False}.get(level)
-    if value not in answers:
-        raise UsageError(
-            "HT414",
-            f"keep_batchnorm_fp32={value!r}",
-            'True, False, "True", "False" or None',
-            "keep_batchnorm_fp32=True",
-        )
-    return answers[value]
 
 
 def _scale(value: float | str) -> float | str:
@@ -111,11 +108,29 @@ def _scale(value: float | str) -> float | str:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not (number > 0 and math.isfinite(number)):
-        raise UsageError(
-            "HT414",
-            f"loss_scale={value!r}",
-            'a number above 0, or "dynamic"',
-            'loss_scale="dynamic"',
-        )
+    if not 0 < number < math.inf:
+        expected = 'a number above 0, or "dynamic"'
+        raise UsageError("HT414", f"loss_scale={value!r}", expected, 'loss_scale="dynamic"')
     return number
+
+
+def refuse(call: str, given: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Check arguments of Apex that torch does not have.
+
+    Args:
+        call: name of the function or class.
+        given: arguments by name.
+        supported: the only supported value of each argument, or `ANY`.
+
+    Raises:
+        TypeError: Apex does not have an argument.
+        UsageError: an argument has another value.
+    """
+    for name, value in given.items():
+        if name not in supported:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        only = supported[name]
+        if only is not ANY and value != only:
+            raise UsageError(
+                "HT415", f"{call}(…, {name}={value})", f"{name}={only}", f"leave {name} out"
+            )

@@ -1,70 +1,45 @@
-"""HTML page of a report: collects its content and renders it with an escaping template."""
+"""HTML page of a report: draws the figures, and renders all with an escaping template."""
 
 import base64
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
+from matplotlib.figure import Figure
 
 from hpctrain._version import __version__
-from hpctrain.monitoring.report import comparison, curves, figures, steps, tables, wording
-from hpctrain.monitoring.report.figures import Drawn
+from hpctrain.monitoring import curves, figures
+from hpctrain.monitoring.curves import Panel
+from hpctrain.monitoring.report import step_figures, tables, wording
 from hpctrain.monitoring.report.run_reader import RecordedRun
-from hpctrain.monitoring.report.tables import Table
 
-__all__ = ["Section", "render", "sections"]
+__all__ = ["MARK", "render"]
 
-_BEST = ("top1", "top5")  # higher is better
+# Mark of a page that distinguishes it from other files.
+MARK = "written by hpctrain report"
+_MOST_PANELS = 24
 _MOST_OF_RANKS = 8  # figures, one per run
 
 
-@dataclass(slots=True)
-class Section:
-    """Section of the page: figures and tables under a heading.
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A figure on the page.
 
     Attributes:
-        id: HTML id of the heading.
-        title: text of the heading.
-        text: text below the heading, or empty.
-        figures, tables: figures and tables, in this order.
+        image: SVG as an address; a browser runs no scripts of an SVG in an image.
+        alt: text for screen readers.
+        caption: text below the figure.
     """
 
-    id: str
-    title: str
-    text: str = ""
-    figures: list[Drawn] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    image: str
+    alt: str
+    caption: str
 
 
-def sections(runs: Sequence[RecordedRun]) -> list[Section]:
-    """Draw all figures of a report and return the sections with them."""
-    with figures.sketching():
-        drawn, more = curves.draw_all(runs)
-        text = "" if drawn else "No row of metrics has been written so far."
-        if more:
-            text = f"{wording.number(more)} more metrics are in metrics.jsonl."
-        over_steps = Section("curves", "Curves", text, drawn)
-        time_of_steps = Section("steps", "Time of a step")
-        figure = steps.draw_times(runs)
-        time_of_steps.figures += [figure] if figure else []
-        for number, run in enumerate(runs[:_MOST_OF_RANKS]):
-            figure = steps.draw_ranks(run, number, len(runs) == 1)
-            time_of_steps.figures += [figure] if figure else []
-        if len(runs) == 1 and (found := tables.ranks(runs[0])):
-            time_of_steps.tables.append(found)
-    return [over_steps, time_of_steps]
-
-
-def render(runs: Sequence[RecordedRun], shown: Sequence[Section]) -> str:
-    """Return the page in ASCII, so that names of runs cause no encoding errors.
-
-    Args:
-        runs: runs of the report.
-        shown: sections with the figures.
-    """
+def render(runs: Sequence[RecordedRun]) -> str:
+    """Return the page in ASCII, so that names of runs cause no encoding errors."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -72,45 +47,30 @@ def render(runs: Sequence[RecordedRun], shown: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["data"] = _data
+    environment.filters["text"] = lambda path: wording.text(str(path))
     now = time.time()
-    context: dict[str, Any] = {
-        "mark": figures.MARK,
-        "palette": figures.PALETTE,
-        "title": _title(runs),
-        "version": __version__,
-        "written": wording.moment(now),
-        "notes": [note for run in runs for note in _notes(run, now)],
-        "runs": [
-            {
-                "label": run.label,
-                "path": wording.text(str(run.path)),
-                "hue": number % len(figures.PALETTE),
-            }
-            for number, run in enumerate(runs)
-        ],
-        "figures": shown,
-        "starts": [_starts(run, len(runs) == 1) for run in runs if run.starts],
-    }
-    if len(runs) == 1:
-        context |= {
-            "tiles": _tiles(runs[0]),
-            "metrics": tables.metrics(runs[0]),
-            "system": tables.system(runs[0]),
-            "options": tables.options(runs[0]),
-        }
-    else:
-        context |= {
-            "results": comparison.results(runs),
-            "comparison": comparison.compare(runs),
-        }
-    page = environment.get_template("page.html").render(context)
+    panels = curves.panels(runs)
+    with figures.style():
+        over_steps = [_of_panel(panel) for panel in panels[:_MOST_PANELS]]
+        of_steps = list(_of_steps(runs))
+    page = environment.get_template("page.html").render(
+        mark=MARK,
+        palette=figures.PALETTE,
+        title=_title(runs),
+        version=__version__,
+        written=wording.moment(now),
+        notes=[note for run in runs for note in _notes(run, now)],
+        runs=runs,
+        summary=tables.side_by_side("Results", runs, tables.summary, sort=False),
+        metrics=tables.metrics(runs),
+        panels=over_steps,
+        left_out=max(len(panels) - _MOST_PANELS, 0),
+        steps=of_steps,
+        starts=tables.starts(runs),
+        system=tables.side_by_side("System", runs, tables.system),
+        options=tables.side_by_side("Options", runs, tables.options),
+    )
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
-
-
-def _data(image: str) -> str:
-    """Return an SVG as a data address; a browser runs no scripts of an SVG in an image."""
-    return "data:image/svg+xml;base64," + base64.b64encode(image.encode(errors="replace")).decode()
 
 
 def _title(runs: Sequence[RecordedRun]) -> str:
@@ -120,33 +80,57 @@ def _title(runs: Sequence[RecordedRun]) -> str:
     return f"{wording.text(name)}: {runs[0].label}" if name else runs[0].label
 
 
-def _tiles(run: RecordedRun) -> dict[str, str]:
-    """Return the summary: status, best accuracy if it was measured, then the rest."""
-    finite = {name: run.series[name].finite()[1] for name in _BEST if name in run.series}
-    best = {f"best {k}": wording.number(float(v.max())) for k, v in finite.items() if len(v)}
-    found = tables.summary(run)
-    return {"status": found.pop("status"), **best, **found}
-
-
-def _notes(run: RecordedRun, now: float) -> list[str]:
-    """Return notes for the top of the page, about unreadable files or an unfinished run."""
-    notes = [f"{run.label}: {wording.text(error.found)}" for error in run.unread.values()]
-    if not run.summary and not run.end_unread:
-        last = wording.moment(run.last.get("time"))
-        ago = wording.duration(now - run.last["time"]) if last != "–" else ""
-        notes.append(
-            f"{run.label} has not ended: it is still training, or was killed. Its last row is "
-            + (f"of {last}, {ago} before this page was written." if ago else "not written yet.")
+def _notes(run: RecordedRun, now: float) -> Iterator[str]:
+    """Yield notes for the top of the page, about unreadable files or an unfinished run."""
+    for error in run.unread.values():
+        yield f"{run.label}: {wording.text(error.found)}"
+    if run.status is None:
+        last, end = wording.moment(run.last.get("time")), "not written yet."
+        if last != wording.NOTHING:
+            ago = wording.duration(now - run.last["time"])
+            end = f"of {last}, {ago} before this page was written."
+        yield (
+            f"{run.label} has not ended: it is still training, or was killed. Its last row is {end}"
         )
     partial = [name for name, s in run.series.items() if len(s.finite()[1]) < len(s.values)]
     if partial:
         named = ", ".join(wording.text(name) for name in partial[:5])
-        notes.append(f"{run.label}: some values of {named} are not finite.")
-    return notes
+        yield f"{run.label}: some values of {named} are not finite."
 
 
-def _starts(run: RecordedRun, alone: bool) -> Table:
-    found = tables.starts(run)
-    if alone:
-        return found
-    return Table(f"Starts of {run.label}", found.heads, found.rows, note=found.note)
+def _shown(drawn: Figure, alt: str, caption: str) -> Shown:
+    code = base64.b64encode(figures.svg(drawn).encode(errors="replace")).decode()
+    return Shown(f"data:image/svg+xml;base64,{code}", alt, caption)
+
+
+def _of_panel(panel: Panel) -> Shown:
+    drawn = figures.figure(legend_lines=len(panel.curves))
+    figures.draw(drawn, panel)
+    labels = ", ".join(wording.text(curve.label) for curve in panel.curves)
+    return _shown(drawn, f"{figures.title_of(panel)} over steps: {labels}.", _caption(panel))
+
+
+def _caption(panel: Panel) -> str:
+    """Return the explanation of the marks in a figure."""
+    sentences = []
+    if (most := max(curve.per_point for curve in panel.curves)) > 1:
+        sentences.append(f"Line: the median of every {most:,} rows; area: their lowest to highest.")
+    if any(len(curve.missing) for curve in panel.curves):
+        sentences.append("Crosses: values that are not finite.")
+    steps = sorted({step for curve in panel.curves for step in curve.restarts})
+    if steps:
+        named = ", ".join(map(wording.number, steps[:5])) + (", …" if len(steps) > 5 else "")
+        sentences.append(f"Dotted: training continued after a restart at step {named}.")
+    return " ".join(sentences)
+
+
+def _of_steps(runs: Sequence[RecordedRun]) -> Iterator[Shown]:
+    """Yield the figures of step times, and of the ranks of each run."""
+    if any(run.timings.buckets for run in runs):
+        drawn, text = step_figures.draw_times(runs)
+        yield _shown(drawn, f"Histogram of the times of a step. {text}", text)
+    for run in runs[:_MOST_OF_RANKS]:
+        if len(run.timings.hosts) > 1:
+            drawn, text = step_figures.draw_ranks(run)
+            alt = f"Times of the {len(run.timings.hosts)} ranks of {run.label}. {text}"
+            yield _shown(drawn, alt, text)

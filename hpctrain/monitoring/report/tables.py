@@ -1,23 +1,24 @@
-"""Tables of a run: results, system, options, starts and ranks."""
+"""Tables about runs: results, metrics, systems, options and starts; and what differs."""
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hpctrain.monitoring.curves import Series
+from hpctrain.monitoring.drawing import is_number
 from hpctrain.monitoring.report import wording
-from hpctrain.monitoring.report.run_reader import RecordedRun, Series, mapping
-from hpctrain.monitoring.report.step_times import is_step
+from hpctrain.monitoring.report.run_reader import RecordedRun, mapping
+from hpctrain.monitoring.report.wording import NOTHING, text
 
-__all__ = ["Table", "metrics", "options", "ranks", "starts", "summary", "system"]
+__all__ = ["Table", "metrics", "options", "side_by_side", "starts", "summary", "system"]
 
-_MOST_STARTS = 100
-_MOST_RANKS = 16
-_MOST_METRICS = 200
+_MOST_ROWS = 200
+_MOST_STARTS = 100  # per run
 _MOST_HOSTS = 8
-_COMMIT = 10  # characters of a commit that are shown
+_BEST = ("top1", "top5")  # higher is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,47 +29,64 @@ class Table:
         caption: text above the table.
         heads: heads of the columns.
         rows: rows of cells, with one cell per head.
-        marked: numbers of the rows in which the runs differ, from 0.
         note: text below the table, or empty.
+        differing: number of rows at the top in which the runs differ.
     """
 
     caption: str
-    heads: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    marked: frozenset[int] = field(default_factory=frozenset)
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
     note: str = ""
+    differing: int = 0
+
+
+def side_by_side(
+    caption: str,
+    runs: Sequence[RecordedRun],
+    facts: Callable[[RecordedRun], Mapping[str, str]],
+    sort: bool = True,
+) -> Table:
+    """Return facts of runs by name, with a column for each run.
+
+    Args:
+        caption: text above the table.
+        runs: runs of the report.
+        facts: function that returns the facts of a run.
+        sort: whether the rows in which the runs differ come first, and are marked.
+    """
+    columns = [facts(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, NOTHING) for column in columns)) for name in names]
+    heads = ("", *(run.label for run in runs))
+    if not sort or len(runs) == 1:
+        return Table(caption, heads, rows)
+    rows.sort(key=lambda row: len(set(row[1:])) == 1)
+    differing = sum(len(set(row[1:])) > 1 for row in rows)
+    note = "≠ and bold: the runs differ." if differing else "The runs do not differ."
+    return Table(caption, heads, rows, note, differing)
 
 
 def summary(run: RecordedRun) -> dict[str, str]:
-    """Return the main results of a run as short texts by name."""
-    results = run.summary
-    elapsed = _between(run.start.get("time"), run.last.get("time"))
-    whole = _between(run.starts[0].get("time") if run.starts else None, run.last.get("time"))
-    facts = {
-        "status": status(run),
-        "step": _count(results.get("step", run.last.get("step"))),
-        "epoch": wording.text(results.get("epoch", run.last.get("epoch"))),
+    """Return the main results of a run."""
+    results, last = run.summary, run.last.get("time")
+    facts = {"status": text(run.status or "not ended")}
+    for name in _BEST:
+        if name in run.series and len(values := run.series[name].finite()[1]):
+            facts[f"best {name}"] = wording.number(float(values.max()))
+    facts |= {
+        "step": wording.number(results.get("step", run.last.get("step"))),
+        "epoch": text(results.get("epoch", run.last.get("epoch"))),
         "throughput": _speed(run),
-        "training, last start": wording.duration(results.get("seconds", elapsed)),
-        "first start to last row": wording.duration(whole),
+        "training, last start": wording.duration(
+            results.get("seconds", _between(run.start.get("time"), last))
+        ),
+        "first start to last row": wording.duration(
+            _between(run.starts[0].get("time") if run.starts else None, last)
+        ),
         "starts": wording.number(len(run.starts)),
-        "last row": wording.moment(run.last.get("time")),
+        "last row": wording.moment(last),
     }
-    if results.get("reason"):
-        facts["reason"] = wording.text(results["reason"])
-    return facts
-
-
-def _count(value: Any) -> str:
-    return wording.number(value) if is_step(value) else wording.text(value)
-
-
-def status(run: RecordedRun) -> str:
-    """Return how a run ended; a run without summary continues or was killed."""
-    if run.end_unread:
-        return "not known"
-    found = run.summary.get("status")
-    return wording.text(found) if isinstance(found, str) and found else "not ended"
+    return facts | ({"reason": text(results["reason"])} if results.get("reason") else {})
 
 
 def _between(begin: Any, end: Any) -> float | None:
@@ -83,148 +101,112 @@ def _speed(run: RecordedRun) -> str:
     if speed is None and (series := run.series.get("samples_per_second")):
         speeds = series.finite()[1]
         speed = float(np.median(speeds)) if len(speeds) else None
-    if not isinstance(speed, (int, float)) or not speed:
-        return "–"
-    return f"{wording.number(speed)} samples/s"
+    return f"{wording.number(speed)} samples/s" if is_number(speed) and speed else NOTHING
 
 
-def metrics(run: RecordedRun) -> Table:
-    """Return a table with the last, lowest and highest value of each metric."""
-    rows = []
-    for name, series in list(run.series.items())[:_MOST_METRICS]:
-        low, high, finite = _extremes(series)
-        rest = len(series.values) - finite
-        rows.append(
-            (
-                wording.text(name),
-                wording.number(series.values[-1]),
-                low,
-                high,
-                wording.number(len(series.values)) + (f" ({rest:,} not finite)" if rest else ""),
-            )
-        )
-    heads = ("metric", "last", "lowest", "highest", "values")
-    more = len(run.series) - len(rows)
+def metrics(runs: Sequence[RecordedRun]) -> Table:
+    """Return a table of the last, lowest and highest value of each metric, by run."""
+    several = len(runs) > 1
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    rows = [
+        (text(name), *([run.label] if several else []), *_extremes(run.series[name]))
+        for name in list(names)[:_MOST_ROWS]
+        for run in runs
+        if name in run.series
+    ]
+    heads = ("metric", *(["run"] if several else []), "last", "lowest", "highest", "values")
+    more = len(names) - _MOST_ROWS
     return Table(
-        "Metrics", heads, rows, note=f"{more:,} more metrics are not shown." if more else ""
+        "Metrics", heads, rows, f"{more:,} more metrics are not shown." if more > 0 else ""
     )
 
 
-def _extremes(series: Series) -> tuple[str, str, int]:
-    """Return the lowest and highest finite value with steps, and the number of finite values."""
+def _extremes(series: Series) -> tuple[str, ...]:
+    """Return the last value, the lowest and the highest finite one, and the number of values."""
     steps, values = series.finite()
-    if not len(values):
-        return "–", "–", 0
-    low, high = (
-        f"{wording.number(float(values[index]))} at step {int(steps[index]):,}"
-        for index in (values.argmin(), values.argmax())
-    )
-    return low, high, len(values)
+    low = high = NOTHING
+    if len(values):
+        low, high = (
+            f"{wording.number(float(values[place]))} at step {int(steps[place]):,}"
+            for place in (values.argmin(), values.argmax())
+        )
+    rest = len(series.values) - len(values)
+    count = wording.number(len(series.values)) + (f" ({rest:,} not finite)" if rest else "")
+    return wording.number(series.values[-1]), low, high, count
 
 
 def system(run: RecordedRun) -> dict[str, str]:
     """Return facts about the system of a run, at its last start."""
     world, start, results = run.world, run.start, run.summary
+    chosen = mapping(start.get("options"))
     facts = {
-        "ranks": wording.text(world.get("world_size")),
-        "hosts": wording.text(world.get("num_nodes")),
+        "ranks": world.get("world_size"),
+        "hosts": world.get("num_nodes"),
         "names of hosts": _hosts(world),
-        "launcher": wording.text(world.get("launcher")),
-        "backend": wording.text(results.get("backend", run.options.get("backend"))),
-        "precision": wording.text(results.get("precision", run.options.get("precision"))),
-        "device": wording.text(start.get("device")),
-        "job": wording.text(mapping(start.get("job")).get("job_id")),
-        "commit": wording.text(start.get("commit")),
+        "launcher": world.get("launcher"),
+        "backend": results.get("backend", chosen.get("backend")),
+        "precision": results.get("precision", chosen.get("precision")),
+        "device": start.get("device"),
+        "job": mapping(start.get("job")).get("job_id"),
+        "commit": start.get("commit"),
+        **mapping(start.get("versions")),
     }
-    versions = mapping(start.get("versions"))
-    return facts | {wording.text(name): wording.text(value) for name, value in versions.items()}
+    return {text(name): text(value) for name, value in facts.items()}
 
 
 def options(run: RecordedRun) -> dict[str, str]:
     """Return the options of the last start by name, including the script's own options."""
-    own = mapping(run.start.get("own_options"))
-    return {wording.text(name): wording.text(value) for name, value in (run.options | own).items()}
+    return {text(name): text(value) for name, value in _options(run.start).items()}
 
 
-def starts(run: RecordedRun) -> Table:
-    """Return a table of the starts: time, place, settings, and changes since the start before."""
-    rows = []
-    before: Mapping[str, Any] | None = None
-    for count, start in enumerate(run.starts, 1):
-        now = mapping(start.get("options")) | mapping(start.get("own_options"))
-        world, versions = mapping(start.get("world")), mapping(start.get("versions"))
-        rows.append(
-            (
-                str(count),
-                wording.moment(start.get("time")),
-                wording.text(start.get("step")),
-                wording.text(world.get("world_size")),
-                _hosts(world),
-                "–" if before is None else _changes(before, now),
-                _command(start.get("command")),
-                wording.text(world.get("launcher")),
-                wording.text(mapping(start.get("job")).get("job_id")),
-                wording.text(", ".join(f"{k} {wording.text(v)}" for k, v in versions.items())),
-                wording.text(start.get("commit"))[:_COMMIT],
+def _options(start: Mapping[str, Any]) -> dict[str, Any]:
+    return mapping(start.get("options")) | mapping(start.get("own_options"))
+
+
+def starts(runs: Sequence[RecordedRun]) -> Table:
+    """Return a table of the starts: time, place, and what changed since the start before."""
+    rows: list[tuple[str, ...]] = []
+    left = 0
+    for run in runs:
+        left += max(len(run.starts) - _MOST_STARTS, 0)
+        for place, start in list(enumerate(run.starts))[-_MOST_STARTS:]:
+            world, command = mapping(start.get("world")), start.get("command")
+            before = run.starts[place - 1] if place else start
+            rows.append(
+                (
+                    f"{place + 1}" if len(runs) == 1 else f"{run.label}: {place + 1}",
+                    wording.moment(start.get("time")),
+                    text(start.get("step")),
+                    text(world.get("world_size")),
+                    text(_hosts(world)),
+                    text(mapping(start.get("job")).get("job_id")),
+                    text(shlex.join(map(str, command)) if isinstance(command, list) else command),
+                    text(_changes(_settings(before), _settings(start))),
+                )
             )
-        )
-        before = now
-    heads = (
-        *("start", "when", "at step", "ranks", "hosts", "options changed since the last"),
-        *("command", "launcher", "job", "versions", "commit"),
-    )
-    left = len(rows) - _MOST_STARTS
-    note = f"The first {left:,} starts are not shown." if left > 0 else ""
-    return Table("Starts", heads, rows[-_MOST_STARTS:], note=note)
+    heads = ("start", "when", "at step", "ranks", "hosts", "job", "command", "changed since")
+    note = f"The first {left:,} starts are not shown." if left else ""
+    return Table("Starts", heads, rows, note)
+
+
+def _settings(start: Mapping[str, Any]) -> dict[str, Any]:
+    launcher = mapping(start.get("world")).get("launcher")
+    more = {"launcher": launcher, "commit": start.get("commit")}
+    return _options(start) | mapping(start.get("versions")) | more
 
 
 def _hosts(world: Mapping[str, Any]) -> str:
     """Return the names of the hosts; of many hosts, only the first names."""
     hosts = world.get("hosts")
-    named = [wording.text(host) for host in hosts] if isinstance(hosts, list) else []
+    named = [text(host) for host in hosts] if isinstance(hosts, list) else []
     more = f" and {len(named) - _MOST_HOSTS} more" if len(named) > _MOST_HOSTS else ""
-    return wording.text(", ".join(named[:_MOST_HOSTS]) + more)
+    return ", ".join(named[:_MOST_HOSTS]) + more
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     missing = object()
-    changed = [
-        f"{wording.text(name)}: {wording.text(before.get(name))} → {wording.text(now.get(name))}"
+    return "; ".join(
+        f"{text(name)}: {text(before.get(name))} → {text(now.get(name))}"
         for name in {**before, **now}
         if before.get(name, missing) != now.get(name, missing)
-    ]
-    return wording.text("; ".join(changed) or "none")
-
-
-def _command(command: Any) -> str:
-    """Return a command that the user can run again."""
-    return wording.text(shlex.join(map(str, command)) if isinstance(command, list) else command)
-
-
-def ranks(run: RecordedRun) -> Table | None:
-    """Return a table of ranks: all if they are few, otherwise the slow ones; None if unknown."""
-    all_ranks = run.timings.ranks
-    if not all_ranks:
-        return None
-    few = len(all_ranks) <= _MOST_RANKS
-    chosen = [
-        (number, rank)
-        for number, rank in enumerate(all_ranks)
-        if few or rank.slow_data or rank.slow_forward
-    ]
-    rows = [
-        (
-            str(number),
-            wording.text(rank.host),
-            wording.duration(rank.data),
-            wording.duration(rank.forward),
-            " and ".join(
-                ["data"] * rank.slow_data + ["forward"] * rank.slow_forward,
-            )
-            or "–",
-        )
-        for number, rank in chosen[:_MOST_STARTS]
-    ]
-    note = "" if few else f"Of {len(all_ranks):,} ranks, only slow ones are shown."
-    heads = ("rank", "host", "waits for data", "forward", "slow by")
-    return Table("Ranks: means of a step", heads, rows, note=note)
+    )

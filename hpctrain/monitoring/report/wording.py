@@ -1,63 +1,55 @@
 """Numbers, times and other values of a run as readable texts."""
 
 import json
-import math
 import time
 from typing import Any
 
 from hpctrain.cluster.texts import printable
-from hpctrain.monitoring import drawing
+from hpctrain.monitoring.drawing import is_number
 
-__all__ = ["duration", "moment", "number", "text"]
+__all__ = ["NOTHING", "duration", "moment", "number", "text"]
 
+NOTHING = "–"
 _MOST_CHARACTERS = 400
 
 
-def number(value: float) -> str:
+def number(value: Any) -> str:
     """Return a number as text: integers in full with commas, others with four or five digits."""
+    if not is_number(value):
+        return text(value)
     if isinstance(value, int) and abs(value) < 10**15:
         return f"{value:,}"
     try:
         found = float(value)
     except OverflowError:
         return "more than 1e308"
-    if math.isfinite(found) and 1000 <= abs(found) < 1e15:
-        return f"{found:,.0f}"
-    return f"{found:.5g}" if math.isfinite(found) else str(found)
+    return f"{found:,.0f}" if 1000 <= abs(found) < 1e15 else f"{found:.5g}"
 
 
 def duration(seconds: Any) -> str:
     """Return seconds as text: 12.3 ms, 5.4 s, 1:02:03; a dash for an invalid value."""
-    if not drawing.is_number(seconds) or not 0 <= seconds < 1e10:
-        return "–"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+    if not is_number(seconds) or not 0 <= seconds < 1e10:
+        return NOTHING
     if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    clock = f"{whole % 86400 // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-    days = whole // 86400
+        return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    minutes, rest = divmod(round(seconds), 60)
+    days, clock = minutes // 1440, f"{minutes // 60 % 24}:{minutes % 60:02}:{rest:02}"
     return f"{days} d {clock}" if days else clock
 
 
 def moment(seconds: Any) -> str:
     """Return Unix seconds as date and time in UTC; a dash for an invalid value."""
-    if not drawing.is_number(seconds) or not 0 <= seconds < 2**35:
-        return "–"
+    if not is_number(seconds) or not 0 <= seconds < 2**35:
+        return NOTHING
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
-
-def _whole(value: int) -> str:
-    """Return an integer as text; Python converts no integer of more than 4300 digits."""
-    return str(value) if abs(value) < 10**15 else number(value)
 
 
 def text(value: Any) -> str:
     """Return any value of a file as one line, shortened if long; a dash for an empty value."""
     if value is None or value == "":
-        return "–"
-    if drawing.is_number(value):
-        return f"{value:.6g}" if isinstance(value, float) else _whole(value)
+        return NOTHING
+    if isinstance(value, float):
+        return f"{value:.6g}"
     line = value if isinstance(value, str) else json.dumps(value)
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[:_MOST_CHARACTERS]} … ({len(line):,} characters)"

@@ -58,10 +58,10 @@ class Tracker(ABC):
         about: description of the run.
 
     Attributes:
-        package: package that the tracker needs.
+        package: package that the tracker needs; it is checked before a run starts.
     """
 
-    package: ClassVar[str]
+    package: ClassVar[str] = ""
 
     @abstractmethod
     def __init__(self, about: About) -> None: ...

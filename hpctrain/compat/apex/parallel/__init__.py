@@ -6,30 +6,32 @@ import torch
 from torch import nn
 
 from hpctrain.compat.apex.model_conversion import take_from_copies
+from hpctrain.compat.apex.parallel.LARC import LARC
+from hpctrain.compat.apex.properties import ANY, refuse
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
-__all__ = ["DistributedDataParallel", "convert_syncbn_model"]
+__all__ = ["LARC", "DistributedDataParallel", "convert_syncbn_model"]
+
+_IGNORED = (
+    *("message_size", "shared_param", "allreduce_trigger_params", "num_allreduce_streams"),
+    *("allreduce_communicators", "prof"),
+)
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with the arguments of Apex's.
+    """torch's DistributedDataParallel with the arguments of Apex's, as keywords.
 
     As with Apex's, names in its `state_dict()` begin with `module.`, and each rank keeps its own
-    running statistics of batch norm.
+    running statistics of batch norm. torch has its own sizes of messages, streams and
+    communicators, so arguments about these are ignored.
 
     Args:
         module: model on its device, after `amp.initialize`.
-        message_size: ignored; torch has its own bucket sizes.
         delay_allreduce: True also supports models of which a step does not use all parameters.
-        shared_param: ignored; torch supports shared parameters.
-        allreduce_trigger_params: ignored.
-        retain_allreduce_buffers: not supported.
-        allreduce_always_fp32: not supported; logs a warning if it would change numbers.
-        num_allreduce_streams, allreduce_communicators: ignored.
-        gradient_average: only True is supported.
-        gradient_predivide_factor: not supported; logs a warning if it is not 1.
-        prof: ignored.
+        allreduce_always_fp32, gradient_predivide_factor: not supported; a value that would change
+            numbers is logged.
+        more: other arguments of Apex's class.
 
     Raises:
         UsageError: `gradient_average` is False, or `retain_allreduce_buffers` is True.
@@ -40,34 +42,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(
         self,
         module: nn.Module,
-        message_size: int = 10_000_000,
+        *,
         delay_allreduce: bool = False,
-        shared_param: bool | None = None,
-        allreduce_trigger_params: Any = None,
-        retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
-        gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
-        prof: bool = False,
+        **more: Any,
     ) -> None:
-        del message_size, shared_param, allreduce_trigger_params, num_allreduce_streams
-        del allreduce_communicators, prof
-        if not gradient_average:
-            raise UsageError(
-                "HT415",
-                "DistributedDataParallel(…, gradient_average=False)",
-                "gradients that are averaged over the ranks",
-                "leave gradient_average out, and multiply the loss by the number of ranks",
-            )
-        if retain_allreduce_buffers:
-            raise UsageError(
-                "HT415",
-                "DistributedDataParallel(…, retain_allreduce_buffers=True)",
-                "gradients that are read from the parameters",
-                "leave retain_allreduce_buffers out",
-            )
+        supported = {"gradient_average": True, "retain_allreduce_buffers": False}
+        refuse(type(self).__name__, more, {**dict.fromkeys(_IGNORED, ANY), **supported})
         in_half = any(p.dtype == torch.float16 for p in module.parameters())
         if allreduce_always_fp32 and in_half:
             _warn("allreduce_always_fp32=True", "gradients in half precision are summed in it")
