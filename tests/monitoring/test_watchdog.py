@@ -4,11 +4,11 @@ Most ranks here are real, and their helpers run in this process, on a clock that
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -21,11 +21,15 @@ import pytest
 from clock import Clock
 from processes import until
 
+from hpctrain.backends.borrowed_env import Environment
+from hpctrain.backends.ddp.flight_recorder import FlightRecorder
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes
-from hpctrain.monitoring.watchdog import PHASES, Watchdog, loop, slots
+from hpctrain.monitoring.watchdog import Watchdog, loop, shared_memory
+from hpctrain.monitoring.watchdog import rank as rank_module
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
+from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives
 from hpctrain.process.phases import (
     ACCUMULATING,
     BACKWARD,
@@ -34,6 +38,7 @@ from hpctrain.process.phases import (
     EVALUATING,
     IDLE,
     LOADING,
+    PHASES,
     SAVING,
     UPDATING,
     WAITING,
@@ -50,12 +55,13 @@ RANK = """
 import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
 from hpctrain.rundir import RunDirectory
-from hpctrain.monitoring.watchdog import BACKWARD, COMPUTING, IDLE, LOADING, Watchdog, rank
+from hpctrain.monitoring.watchdog import Watchdog, rank
+from hpctrain.process.phases import BACKWARD, COMPUTING, IDLE, LOADING
 from hpctrain.cluster.world import World
 
 place, how, present, timeout, key, driven = json.loads(sys.argv[1])
 if driven:
-    rank._start = lambda folder: None
+    rank._start = lambda path: None
 world = World(**place)
 exit_status_file = "exit-status" if world.rank == 0 else None
 watchdog = Watchdog(world, timeout, RunDirectory("run"), key, exit_status_file)
@@ -156,9 +162,9 @@ class Start:
 
     def shared(self):
         return [
-            base / slots.name(self.key, node)
+            base / shared_memory.name(self.key, node)
             for node in range(len(self.layout))
-            for base in slots._bases()
+            for base in shared_memory._bases()
         ]
 
     def helpers(self):
@@ -231,7 +237,8 @@ class WatchedRanks:
     def await_heartbeats(self):
         """Wait for a heartbeat of each rank."""
         for one in (one for helper in self.helpers for one in helper._ranks.values()):
-            until(lambda one=one: os.pread(one.slot, 24, 0) != slots.PLACE.pack(*self._seen(one)))
+            before = shared_memory.PLACE.pack(*self._seen(one))
+            until(lambda one=one, before=before: os.pread(one.file, 24, one.start) != before)
 
     @staticmethod
     def _seen(one):
@@ -255,11 +262,7 @@ class WatchedRanks:
 
     def close(self):
         for helper in self._open:
-            os.close(helper._bell)
-            for one in helper._ranks.values():
-                for descriptor in (one.slot, one.stack, one.process.handle):
-                    if descriptor is not None:
-                        os.close(descriptor)
+            os.close(helper._file)
 
 
 @pytest.fixture
@@ -541,8 +544,8 @@ def single_watchdog(tmp_path, timeout=1800.0):
 
 def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
     """Close the watchdog; the helper has ended and its shared memory is removed."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    monkeypatch.setattr("hpctrain.monitoring.watchdog.rank._SECONDS_TO_LEAVE", SECONDS)
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(rank_module, "_SECONDS_TO_LEAVE", SECONDS)
     for _ in range(3):
         watchdog = single_watchdog(tmp_path)
         watchdog.heartbeat(COMPUTING)
@@ -552,56 +555,70 @@ def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
         assert not list(tmp_path.glob("hpctrain-watch-*"))
 
 
-def facts(rank):
-    return slots.Facts(rank, os.getpid(), 0, None)
+def take(name, local_rank, settings=None):
+    facts = shared_memory.Facts(local_rank, os.getpid(), 0)
+    return shared_memory.take(name, local_rank, facts, settings or {})
 
 
 def test_heartbeats_without_dev_shm_use_the_temporary_folder(tmp_path, monkeypatch):
     """Start without /dev/shm; the heartbeats use the temporary folder."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
-    first, second = (slots.take("start", facts(rank), {"a": 1}) for rank in (0, 1))
-    assert (first[1], second[1]) == (True, False)
-    folder = tmp_path / "start"
-    assert folder.stat().st_mode & 0o077 == 0
-    assert [path.name for path in slots.paths(folder)] == ["rank-0", "rank-1"]
-    assert slots.read_settings(folder) == {"a": 1}
-    for slot, _ in (first, second):
-        slot.leave()
-        slot.close()
-    assert list(tmp_path.iterdir()) == [folder]
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
+    parts = [take("start", rank, {"a": 1}) for rank in (0, 1)]
+    assert [part.new for part in parts] == [True, False]
+    assert (tmp_path / "start").stat().st_mode & 0o777 == 0o600
+    with (tmp_path / "start").open("rb") as file:
+        assert shared_memory.read_settings(file.fileno()) == {"a": 1}
+        found = [shared_memory.read_facts(file.fileno(), rank) for rank in (0, 1, 2)]
+        assert [facts and facts.rank for facts in found] == [0, 1, None]
+    for part in parts:
+        part.leave()
+        part.close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "start"]
 
 
 def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatch, caplog):
     """Start without any folder for shared memory; the run continues without a watchdog."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere"])
-    monkeypatch.setattr("hpctrain.monitoring.watchdog.rank.logger.propagate", True)
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path / "nowhere"])
+    monkeypatch.setattr(rank_module.logger, "propagate", True)
     watchdog = single_watchdog(tmp_path)
     assert "no watchdog on node1" in caplog.text
     watchdog.heartbeat(COMPUTING)
     watchdog.close()
 
 
-def test_shared_memory_folder_of_another_user_is_refused(tmp_path, monkeypatch):
-    """Make the folder of the heartbeats readable for other users before the start."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    (tmp_path / "open").mkdir(mode=0o755)
+def test_shared_memory_of_another_user_is_refused(tmp_path, monkeypatch):
+    """Make the file of the heartbeats, readable for other users, before the start."""
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    (tmp_path / "open").touch(mode=0o644)
     with pytest.raises(PermissionError):
-        slots.take("open", facts(0), {})
+        take("open", 0)
 
 
 def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
-    """Leave shared memory of dead, live and new starts; remove only that of dead ones."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    dead, locked, fresh = (tmp_path / slots.name(key, 0) for key in ("dead", "locked", "fresh"))
-    for folder in (dead, locked, fresh):
-        folder.mkdir()
-        (folder / "rank-0").touch()
-    with (locked / "rank-0").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        for folder in (dead, locked):
-            os.utime(folder, (0, 0))
-        slots.remove_stale()
-    assert [folder.exists() for folder in (dead, locked, fresh)] == [False, True, True]
+    """Leave shared memory of a dead and a live start; remove only that of the dead one."""
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    dead, live = (shared_memory.name(key, 0) for key in ("dead", "live"))
+    take(dead, 0).close()
+    part = take(live, 0)
+    shared_memory.remove_stale()
+    assert list(tmp_path.iterdir()) == [tmp_path / live]
+    part.close()
+
+
+def test_rank_that_begins_while_its_file_is_removed_makes_a_new_one(tmp_path, monkeypatch):
+    """Open the file of a start while a helper removes it; the rank creates it again."""
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    take("start", 0).close()
+    with (tmp_path / "start").open("rb") as file:
+        assert shared_memory.is_unused(file.fileno())
+        parts = []
+        thread = threading.Thread(target=lambda: parts.append(take("start", 1)))
+        thread.start()  # it waits for the lock
+        (tmp_path / "start").unlink()
+    thread.join(SECONDS)
+    assert parts[0].new
+    assert (tmp_path / "start").exists()
+    parts[0].close()
 
 
 def at(rank, phase, state="S", step=3, host="node1"):
@@ -722,6 +739,36 @@ def test_helper_does_not_wait_for_a_call_that_hangs():
     assert aside(lambda: "answer", 0.01) is None  # the previous call still hangs
     free.set()
     until(lambda: aside(lambda: "answer", 5) == "answer")
+
+
+def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):
+    """Ask for a dump, in the place of torch's thread; name the file, and that of no other rank."""
+    environment = Environment(os.environ)
+    recorder = FlightRecorder(environment, 2)
+    folder = Path(recorder._folder)
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert recorder.dump_to(tmp_path) is None  # torch has not begun
+    os.mkfifo(f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}2.pipe")
+    reader = os.open(folder / "rank-2.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    dump = recorder.dump_to(tmp_path)
+    assert not folder.exists()
+
+    def torch_thread():
+        until(lambda: select.select([reader], [], [], 0)[0] and os.read(reader, 9))
+        Path(f"{os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}2").write_text("collectives")
+
+    thread = threading.Thread(target=torch_thread)
+    thread.start()
+    ranks = [
+        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0)
+        for rank, more in ((1, ()), (2, dump), (3, (str(tmp_path / "gone"), "nowhere")))
+    ]
+    assert dump_collectives(ranks) == [str(tmp_path / "nccl-rank-2")]
+    thread.join(SECONDS)
+    recorder.close()
+    environment.put_back()
+    os.close(reader)
+    assert not [name for name in os.environ if name.startswith("TORCH_NCCL_D")]
 
 
 def test_watchdog_imports_no_torch():
