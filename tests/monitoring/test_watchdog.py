@@ -522,19 +522,11 @@ def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
     fill_pipe(writer)
     job = watched(WAIT, "loop_forever")
     monkeypatch.setattr(loop, "_write_error", lambda text: os.write(writer, text.encode()))
-    monkeypatch.setattr(job.helpers[0], "_standard_error", ShortAside())
+    monkeypatch.setattr(job.helpers[0], "_standard_error", Aside(0.1))
     assert job.end() == [-signal.SIGKILL] * 2
     os.close(reader)  # the blocked write gets an error
     os.close(writer)
     assert job.ranks.reason().startswith("rank 1 on node1")
-
-
-class ShortAside(Aside):
-    """Wait 0.1 seconds where the helper would wait longer."""
-
-    def __call__(self, function, seconds):
-        assert seconds > 0
-        return super().__call__(function, 0.1)
 
 
 def single_watchdog(tmp_path, timeout=1800.0):
@@ -732,13 +724,13 @@ def test_helpers_exchange_observations_and_agree_on_one_result(tmp_path):
 
 def test_helper_does_not_wait_for_a_call_that_hangs():
     """Call a function that blocks; the helper continues after a time-out."""
-    aside, free = Aside(), threading.Event()
-    assert aside(lambda: "answer", 5) == "answer"
-    assert aside(lambda: Path("nowhere").read_text(), 5) is None
-    assert aside(free.wait, 0.01) is None
-    assert aside(lambda: "answer", 0.01) is None  # the previous call still hangs
+    aside, free = Aside(0.1), threading.Event()
+    until(lambda: aside(lambda: "answer") == "answer")
+    assert aside(lambda: Path("nowhere").read_text()) is None
+    assert aside(free.wait) is None
+    assert aside(lambda: "answer") is None  # the previous call still hangs
     free.set()
-    until(lambda: aside(lambda: "answer", 5) == "answer")
+    until(lambda: aside(lambda: "answer") == "answer")
 
 
 def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):

@@ -66,13 +66,13 @@ class Watch:
         self._posted: float | None = None  # when silence was last published
         self._last = clock()  # time of the last look at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
-        self._files, self._standard_error = Aside(), Aside()
+        self._files, self._standard_error = Aside(_SECONDS_FOR_FILES), Aside(_SECONDS_FOR_FILES)
 
     def run(self) -> None:
         """Watch until no rank is left."""
         self._note(f"process {os.getpid()} watches the ranks of {self._host}; {self._limit()}")
         if self._first:
-            self._files(self._exchange.clear, _SECONDS_FOR_FILES)
+            self._files(self._exchange.clear)
         shared_memory.remove_stale()
         while not self.turn():
             signal.sigtimedwait({WAKE}, self._interval)
@@ -91,7 +91,7 @@ class Watch:
                 return False  # another rank begins
             self._path.unlink(missing_ok=True)
         if self._posted is not None:
-            self._files(self._exchange.withdraw, _SECONDS_FOR_FILES)
+            self._files(self._exchange.withdraw)
         return True
 
     def _find(self) -> None:
@@ -125,7 +125,7 @@ class Watch:
         if silence < min(self._timeout / 2, _SECONDS_APART):
             if self._posted is not None:
                 self._posted = None
-                self._files(self._exchange.withdraw, _SECONDS_FOR_FILES)
+                self._files(self._exchange.withdraw)
             return
         judged = False
         if not self._alone():
@@ -133,7 +133,7 @@ class Watch:
             if self._posted is None or now - self._posted > self._seconds_between_posts(silence):
                 self._posted = now
                 self._post()
-            judged = bool(self._files(self._exchange.judged, _SECONDS_FOR_FILES))
+            judged = bool(self._files(self._exchange.judged))
         if judged or silence >= self._timeout:
             self._judge()
 
@@ -149,7 +149,7 @@ class Watch:
             return
         sightings = self._sightings()
         if not self._alone():
-            sightings += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
+            sightings += self._files(self._exchange.others) or []
         blame, now = apart(sightings, self._world_size), self._clock()
         if blame is None:
             self._apart = None
@@ -164,13 +164,13 @@ class Watch:
 
     def _post(self) -> None:
         own = self._sightings()
-        self._files(lambda: self._exchange.post(own), _SECONDS_FOR_FILES)
+        self._files(lambda: self._exchange.post(own))
 
     def _judge(self) -> None:
         sightings = self._sightings()
         if not self._alone():
             self._post()
-            sightings += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
+            sightings += self._files(self._exchange.others) or []
         # The hosts of a suspended job do not continue at the same time, so wait one more look.
         before, self._suspended = self._suspended, suspended(sightings, self._world_size)
         if before or self._suspended:
@@ -185,9 +185,7 @@ class Watch:
         judgement = str(HpctrainError(blame.code, blame.found, expected, *blame.fixes))
         if not self._alone():
             own = judgement
-            judgement = (
-                self._files(lambda: self._exchange.settle(own), _SECONDS_FOR_FILES) or judgement
-            )
+            judgement = self._files(lambda: self._exchange.settle(own)) or judgement
         end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
         try:
             self._report(judgement, sightings)
@@ -207,13 +205,9 @@ class Watch:
         reason = judgement.partition("\n")[0]
         facts = [rank.facts for rank in self._ranks.values()]
         for status_file in (one.exit_status_file for one in facts if one.exit_status_file):
-            self._files(
-                partial(write_exit_status, status_file, exit_codes.FAILED, reason),
-                _SECONDS_FOR_FILES,
-            )
+            self._files(partial(write_exit_status, status_file, exit_codes.FAILED, reason))
         self._standard_error(
-            lambda: _write_error("".join([error, *shown, f"This text is also in {self._log}\n"])),
-            _SECONDS_FOR_FILES,
+            lambda: _write_error("".join([error, *shown, f"This text is also in {self._log}\n"]))
         )
 
     def _show(self) -> list[str]:
@@ -225,7 +219,7 @@ class Watch:
             stack = rank.stack() or "no stack: the process did not respond\n"
             lines.append(f"{describe(rank.sighting(self._host))}\n")
             lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
-        dumps = self._files(lambda: dump_collectives(inside), _SECONDS_FOR_FILES) or []
+        dumps = self._files(lambda: dump_collectives(inside)) or []
         if dumps:
             lines.append(f"collectives of NCCL, for torchfrtrace: {' '.join(dumps)}\n")
         return lines
@@ -257,7 +251,7 @@ class Watch:
     def _note(self, text: str) -> None:
         """Write a line to the log."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
-        self._files(lambda: append(self._log, line), _SECONDS_FOR_FILES)
+        self._files(lambda: append(self._log, line))
 
 
 def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
