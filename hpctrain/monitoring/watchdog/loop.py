@@ -147,9 +147,7 @@ class Watch:
         """End ranks that wait for each other at two places; the first helper checks all ranks."""
         if not (self._first or self._alone()):
             return
-        sightings = self._sightings()
-        if not self._alone():
-            sightings += self._files(self._exchange.others) or []
+        sightings = self._all_sightings()
         blame, now = apart(sightings, self._world_size), self._clock()
         if blame is None:
             self._apart = None
@@ -167,10 +165,9 @@ class Watch:
         self._files(lambda: self._exchange.post(own))
 
     def _judge(self) -> None:
-        sightings = self._sightings()
         if not self._alone():
             self._post()
-            sightings += self._files(self._exchange.others) or []
+        sightings = self._all_sightings()
         # The hosts of a suspended job do not continue at the same time, so wait one more look.
         before, self._suspended = self._suspended, suspended(sightings, self._world_size)
         if before or self._suspended:
@@ -244,6 +241,12 @@ class Watch:
 
     def _sightings(self) -> list[Sighting]:
         return [rank.sighting(self._host) for rank in self._ranks.values()]
+
+    def _all_sightings(self) -> list[Sighting]:
+        """Return the observations of the ranks of all hosts, as far as their helpers have any."""
+        if self._alone():
+            return self._sightings()
+        return self._sightings() + (self._files(self._exchange.others) or [])
 
     def _limit(self) -> str:
         return f"at most {self._timeout:g} s of silence (--timeout)"
