@@ -18,6 +18,7 @@ _SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _REQUEST = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_NEWER_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # the name of newer releases of torch, which comes first
 
 
 class FlightRecorder:
@@ -32,7 +33,7 @@ class FlightRecorder:
         self._environment, self._rank = environment, rank
         self._folder = tempfile.mkdtemp(prefix="hpctrain-nccl-")
         self._fifo: int | None = None
-        self._chosen = os.environ.get(_FILE)
+        self._chosen = os.environ.get(_NEWER_FILE) or os.environ.get(_FILE)
         environment.default(_SIZE, "2000")  # the default of newer releases of torch
         environment.default(_ON_TIMEOUT, "1")
         environment.default(_REQUEST, f"{self._folder}/rank-")
