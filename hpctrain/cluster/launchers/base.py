@@ -154,10 +154,10 @@ class Launcher:
     """
 
     name: ClassVar[str]
-    reason: ClassVar[str]
+    reason: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()
     inside: ClassVar[frozenset[str]] = frozenset()
-    variables: ClassVar[Mapping[str, tuple[str, ...]]]
+    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     composed: ClassVar[Mapping[str, str]] = {}
     constants: ClassVar[Mapping[str, str]] = {}
     starts: ClassVar[tuple[str, ...]] = ()

@@ -11,7 +11,6 @@ class NoLauncher(Launcher):
 
     name = "none"
     reason = "last: it matches every environment"
-    variables = {}
 
     def matches(self, env: Environ) -> bool:
         """Return True for every environment."""
