@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain import backends
 from hpctrain.arguments.kinds import (
     COUNT,
     FROM_ZERO,
@@ -19,7 +20,6 @@ from hpctrain.arguments.kinds import (
     seconds,
     workers,
 )
-from hpctrain.backends import BACKENDS
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.precision import PRECISIONS
@@ -118,7 +118,7 @@ class Options:
         "--backend",
         "auto",
         "communication backend (auto: ddp for several ranks)",
-        choices=("auto", *BACKENDS),
+        choices=("auto", *backends.names()),
         common=True,
     )
     precision: str = option(
@@ -546,13 +546,13 @@ class Options:
         Raises:
             UsageError: an option of another backend was given.
         """
-        own = {}
+        own, family = {}, backends.options_of(name)
         for field in dataclasses.fields(self):
             backend, _, rest = field.name.partition("_")
             value = getattr(self, field.name)
-            if backend == name and rest:
+            if backend == family and rest:
                 own[rest] = value
-            elif backend in BACKENDS and rest and value != field.default:
+            elif backend in backends.BACKENDS and rest and value != field.default:
                 raise UsageError(
                     "HT503",
                     f"{field.metadata['flag']} with --backend {self.backend}"

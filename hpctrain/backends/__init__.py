@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster import entry_points
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
 
     from hpctrain.backends.base import Backend
 
-__all__ = ["BACKENDS", "BackendSettings", "agent_store", "check", "choose", "open_backend"]
+__all__ = [
+    "BACKENDS",
+    "BackendSettings",
+    "agent_store",
+    "check",
+    "choose",
+    "names",
+    "open_backend",
+    "options_of",
+]
 
 # The class of each backend by name, imported only when it is needed.
 BACKENDS = {
@@ -23,6 +33,24 @@ BACKENDS = {
     "horovod": "hpctrain.backends.horovod:Horovod",
     "dataparallel": "hpctrain.backends.dataparallel:DataParallel",
 }
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all backends, with those of other packages; imports none."""
+    added = (entry.name for entry in entry_points.found(entry_points.BACKENDS))
+    return tuple(dict.fromkeys((*BACKENDS, *added)))
+
+
+def options_of(name: str) -> str:
+    """Return the built-in backend whose options a backend has: itself, or one that it extends.
+
+    Raises:
+        UsageError: an entry point of another package cannot be used.
+    """
+    if name in BACKENDS:
+        return name
+    names_of_bases = (str(vars(one).get("name")) for one in _class(name).__mro__)
+    return next((base for base in names_of_bases if base in BACKENDS), "")
 
 
 def choose(name: str, world_size: int) -> str:
@@ -76,7 +104,7 @@ def open_backend(
     """Open a backend by name, and compare its rank and world size with the World.
 
     Args:
-        name: a key of `BACKENDS`.
+        name: one of `names`.
         rendezvous: all ranks, with their hosts and addresses.
         device: device used by this rank.
         settings: settings of the backend.
@@ -104,6 +132,11 @@ def open_backend(
 
 
 def _class(name: str) -> type["Backend"]:
+    from hpctrain.backends.base import Backend
+
+    added = entry_points.load(entry_points.BACKENDS, Backend, BACKENDS)  # type: ignore[type-abstract]
+    if name in added:
+        return added[name]
     module, _, kind = BACKENDS[name].partition(":")
     found: type[Backend] = getattr(import_module(module), kind)
     return found

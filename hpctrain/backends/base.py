@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -208,6 +209,18 @@ class Backend(ABC):
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Return an error that names the cause of an exception of this backend, or None."""
         del error
+        return None
+
+    def dump_to(self, folder: Path) -> tuple[str, str] | None:
+        """Return how to ask for a dump of the latest collectives of this rank; None without dumps.
+
+        Args:
+            folder: folder for the dump.
+
+        Returns:
+            A FIFO, into which another process writes to ask for it, and the file of the dump.
+        """
+        del folder
         return None
 
     @abstractmethod

@@ -179,6 +179,15 @@ CODES: dict[str, Code] = {
         "Type `hpctrain run SCRIPT` in that shell: it starts the ranks on the hosts of the job. To "
         "train on this host all the same, use `env HPCTRAIN_LAUNCHER=none COMMAND`.",
     ),
+    "HT119": Code(
+        "An installed package adds a launcher or a backend that cannot be used.",
+        (
+            "The package needs another one, or another version of hpctrain.",
+            "Two packages, or a package and hpctrain, have a launcher or backend of one name.",
+        ),
+        "Install another version of the package, or remove it with `pip uninstall PACKAGE`. "
+        "docs/architecture.md says how such a package is made.",
+    ),
     # Rendezvous and start of the ranks.
     "HT201": Code(
         "Ranks did not connect to rank 0, or were lost before the start was complete.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from typing import Any
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import entry_points, env_vars
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
@@ -38,6 +38,10 @@ _ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*
 _TAR = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2|zst))\Z", re.ASCII)
 _NO_NAMES = ("", ".", "..")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
+
+
+def _more_backends() -> list[str]:
+    return [entry.name for entry in entry_points.found(entry_points.BACKENDS)]
 
 
 def _field(check: Callable[[Any], Any], default: Any, about: str, metavar: str = "") -> Any:
@@ -79,7 +83,7 @@ class JobSpec:
     )
     elastic: bool = _field(values.flag, False, "continue on the remaining hosts when one is lost")
     backend: str = _field(
-        values.one_of(("", *BACKENDS)),
+        values.one_of(("", *BACKENDS), _more_backends),
         "",
         "communication backend of the ranks, passed to the script",
         "NAME",

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -112,12 +112,14 @@ def name(value: Any) -> str:
     return text
 
 
-def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
-    """Return a check for one of the allowed texts."""
+def one_of(
+    allowed: Sequence[str], more: Callable[[], Iterable[str]] = tuple
+) -> Callable[[Any], str]:
+    """Return a check for one of the allowed texts; `more` returns others, when one is asked for."""
 
     def check(value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"one of {', '.join(allowed)}")
+        if value not in allowed and value not in (added := list(more())):
+            raise ValueError(f"one of {', '.join([*allowed, *added])}")
         return str(value)
 
     return check

@@ -122,6 +122,7 @@ class Run:
             self.directory,
             journal.key,
             context.exit_status_file,
+            context.backend.dump_to(self.directory.logs),
         )
         self._monitor = monitor = Monitor(context, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()

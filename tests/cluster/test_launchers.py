@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_env import BATCH, ENV_LAUNCHER, HPCTRAIN, STEP, TORCHRUN, changed
+from launcher_env import (
+    BATCH,
+    ENV_LAUNCHER,
+    HPCTRAIN,
+    STEP,
+    TORCHRUN,
+    changed,
+    launcher_variables,
+)
 
 from hpctrain.cli.explain import as_json
 from hpctrain.cluster.launchers import LAUNCHERS, detect, readings, survey
@@ -123,7 +131,7 @@ def test_launcher_environ_is_read_back_for_any_layout(launcher, layout, start):
             assert getattr(start_found.world, field) in (getattr(world, field), None)
         if launcher.name in ("hpctrain", "torchrun", "slurm", "mvapich2"):
             assert (start_found.world.node_rank, start_found.world.num_nodes) == (node, len(layout))
-        if launcher.name in ("torchrun", "slurm", "env", "jsrun"):
+        if launcher.name in ("torchrun", "slurm", "env"):
             assert start_found.rendezvous_point.address == hosts[0]
         keys.add(start_found.rendezvous_point.key)
     assert len(keys) == 1
@@ -162,6 +170,8 @@ def test_rendezvous_key_differs_for_each_slurm_step_and_restart(name, other):
         (changed(ENV_LAUNCHER, HPCTRAIN_MAIN_ADDRESS="ib-node1"), "ib-node1", 29500),
         (changed(ENV_LAUNCHER, HPCTRAIN_MAIN_PORT="1234"), "node1", 1234),
         (HPCTRAIN, "127.0.0.1", None),
+        # LSF's first host is the one of the batch script, where jsrun starts nothing.
+        (launcher_variables("jsrun", LSB_MCPU_HOSTS="batch 1 node1 3 node2 1"), "node1", None),
         ({}, None, None),
     ],
 )

@@ -15,7 +15,7 @@ from battery import images, session, small_model
 from torch import nn
 
 from hpctrain.errors import exit_codes
-from hpctrain.monitoring.watchdog import slots
+from hpctrain.monitoring.watchdog import shared_memory
 from hpctrain.rundir.exit_status import read_exit_status
 
 TIMEOUT = 5.0  # longer than a first step takes on a busy machine
@@ -88,10 +88,10 @@ def train(how, victim):
 def remains(mark):
     """Return the processes and shared folders of a start that still exist."""
     found = processes.having(mark, "environ")
-    for base in slots._bases():
-        for path in base.glob("hpctrain-watch-*/settings"):
-            with contextlib.suppress(OSError):
-                if os.fsencode(os.getcwd()) in path.read_bytes():
+    for base in shared_memory._bases():
+        for path in base.glob("hpctrain-watch-*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if os.fsencode(os.getcwd()) in file.read(1 << 20):
                     found.append(path)
     return found
 

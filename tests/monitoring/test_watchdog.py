@@ -4,11 +4,11 @@ Most ranks here are real, and their helpers run in this process, on a clock that
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -21,11 +21,15 @@ import pytest
 from clock import Clock
 from processes import until
 
+from hpctrain.backends.borrowed_env import Environment
+from hpctrain.backends.ddp.flight_recorder import FlightRecorder
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes
-from hpctrain.monitoring.watchdog import PHASES, Watchdog, loop, slots
+from hpctrain.monitoring.watchdog import Watchdog, loop, shared_memory
+from hpctrain.monitoring.watchdog import rank as rank_module
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
+from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives
 from hpctrain.process.phases import (
     ACCUMULATING,
     BACKWARD,
@@ -50,12 +54,13 @@ RANK = """
 import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
 from hpctrain.rundir import RunDirectory
-from hpctrain.monitoring.watchdog import BACKWARD, COMPUTING, IDLE, LOADING, Watchdog, rank
+from hpctrain.monitoring.watchdog import Watchdog, rank
+from hpctrain.process.phases import BACKWARD, COMPUTING, IDLE, LOADING
 from hpctrain.cluster.world import World
 
 place, how, present, timeout, key, driven = json.loads(sys.argv[1])
 if driven:
-    rank._start = lambda folder: None
+    rank._start = lambda path: None
 world = World(**place)
 exit_status_file = "exit-status" if world.rank == 0 else None
 watchdog = Watchdog(world, timeout, RunDirectory("run"), key, exit_status_file)
@@ -156,9 +161,9 @@ class Start:
 
     def shared(self):
         return [
-            base / slots.name(self.key, node)
+            base / shared_memory.name(self.key, node)
             for node in range(len(self.layout))
-            for base in slots._bases()
+            for base in shared_memory._bases()
         ]
 
     def helpers(self):
@@ -231,7 +236,8 @@ class WatchedRanks:
     def await_heartbeats(self):
         """Wait for a heartbeat of each rank."""
         for one in (one for helper in self.helpers for one in helper._ranks.values()):
-            until(lambda one=one: os.pread(one.slot, 24, 0) != slots.PLACE.pack(*self._seen(one)))
+            before = shared_memory.PLACE.pack(*self._seen(one))
+            until(lambda one=one, before=before: os.pread(one.file, 24, one.start) != before)
 
     @staticmethod
     def _seen(one):
@@ -255,11 +261,7 @@ class WatchedRanks:
 
     def close(self):
         for helper in self._open:
-            os.close(helper._bell)
-            for one in helper._ranks.values():
-                for descriptor in (one.slot, one.stack, one.process.handle):
-                    if descriptor is not None:
-                        os.close(descriptor)
+            os.close(helper._file)
 
 
 @pytest.fixture
@@ -519,19 +521,11 @@ def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
     fill_pipe(writer)
     job = watched(WAIT, "loop_forever")
     monkeypatch.setattr(loop, "_write_error", lambda text: os.write(writer, text.encode()))
-    monkeypatch.setattr(job.helpers[0], "_standard_error", ShortAside())
+    monkeypatch.setattr(job.helpers[0], "_standard_error", Aside(0.1))
     assert job.end() == [-signal.SIGKILL] * 2
     os.close(reader)  # the blocked write gets an error
     os.close(writer)
     assert job.ranks.reason().startswith("rank 1 on node1")
-
-
-class ShortAside(Aside):
-    """Wait 0.1 seconds where the helper would wait longer."""
-
-    def __call__(self, function, seconds):
-        assert seconds > 0
-        return super().__call__(function, 0.1)
 
 
 def single_watchdog(tmp_path, timeout=1800.0):
@@ -541,8 +535,8 @@ def single_watchdog(tmp_path, timeout=1800.0):
 
 def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
     """Close the watchdog; the helper has ended and its shared memory is removed."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    monkeypatch.setattr("hpctrain.monitoring.watchdog.rank._SECONDS_TO_LEAVE", SECONDS)
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(rank_module, "_SECONDS_TO_LEAVE", SECONDS)
     for _ in range(3):
         watchdog = single_watchdog(tmp_path)
         watchdog.heartbeat(COMPUTING)
@@ -552,56 +546,70 @@ def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
         assert not list(tmp_path.glob("hpctrain-watch-*"))
 
 
-def facts(rank):
-    return slots.Facts(rank, os.getpid(), 0, None)
+def take(name, local_rank, settings=None):
+    facts = shared_memory.Facts(local_rank, os.getpid(), 0)
+    return shared_memory.take(name, local_rank, facts, settings or {})
 
 
 def test_heartbeats_without_dev_shm_use_the_temporary_folder(tmp_path, monkeypatch):
     """Start without /dev/shm; the heartbeats use the temporary folder."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
-    first, second = (slots.take("start", facts(rank), {"a": 1}) for rank in (0, 1))
-    assert (first[1], second[1]) == (True, False)
-    folder = tmp_path / "start"
-    assert folder.stat().st_mode & 0o077 == 0
-    assert [path.name for path in slots.paths(folder)] == ["rank-0", "rank-1"]
-    assert slots.read_settings(folder) == {"a": 1}
-    for slot, _ in (first, second):
-        slot.leave()
-        slot.close()
-    assert list(tmp_path.iterdir()) == [folder]
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
+    parts = [take("start", rank, {"a": 1}) for rank in (0, 1)]
+    assert [part.new for part in parts] == [True, False]
+    assert (tmp_path / "start").stat().st_mode & 0o777 == 0o600
+    with (tmp_path / "start").open("rb") as file:
+        assert shared_memory.read_settings(file.fileno()) == {"a": 1}
+        found = [shared_memory.read_facts(file.fileno(), rank) for rank in (0, 1, 2)]
+        assert [facts and facts.rank for facts in found] == [0, 1, None]
+    for part in parts:
+        part.leave()
+        part.close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "start"]
 
 
 def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatch, caplog):
     """Start without any folder for shared memory; the run continues without a watchdog."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere"])
-    monkeypatch.setattr("hpctrain.monitoring.watchdog.rank.logger.propagate", True)
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path / "nowhere"])
+    monkeypatch.setattr(rank_module.logger, "propagate", True)
     watchdog = single_watchdog(tmp_path)
     assert "no watchdog on node1" in caplog.text
     watchdog.heartbeat(COMPUTING)
     watchdog.close()
 
 
-def test_shared_memory_folder_of_another_user_is_refused(tmp_path, monkeypatch):
-    """Make the folder of the heartbeats readable for other users before the start."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    (tmp_path / "open").mkdir(mode=0o755)
+def test_shared_memory_of_another_user_is_refused(tmp_path, monkeypatch):
+    """Make the file of the heartbeats, readable for other users, before the start."""
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    (tmp_path / "open").touch(mode=0o644)
     with pytest.raises(PermissionError):
-        slots.take("open", facts(0), {})
+        take("open", 0)
 
 
 def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
-    """Leave shared memory of dead, live and new starts; remove only that of dead ones."""
-    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    dead, locked, fresh = (tmp_path / slots.name(key, 0) for key in ("dead", "locked", "fresh"))
-    for folder in (dead, locked, fresh):
-        folder.mkdir()
-        (folder / "rank-0").touch()
-    with (locked / "rank-0").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        for folder in (dead, locked):
-            os.utime(folder, (0, 0))
-        slots.remove_stale()
-    assert [folder.exists() for folder in (dead, locked, fresh)] == [False, True, True]
+    """Leave shared memory of a dead and a live start; remove only that of the dead one."""
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    dead, live = (shared_memory.name(key, 0) for key in ("dead", "live"))
+    take(dead, 0).close()
+    part = take(live, 0)
+    shared_memory.remove_stale()
+    assert list(tmp_path.iterdir()) == [tmp_path / live]
+    part.close()
+
+
+def test_rank_that_begins_while_its_file_is_removed_makes_a_new_one(tmp_path, monkeypatch):
+    """Open the file of a start while a helper removes it; the rank creates it again."""
+    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    take("start", 0).close()
+    with (tmp_path / "start").open("rb") as file:
+        assert shared_memory.is_unused(file.fileno())
+        parts = []
+        thread = threading.Thread(target=lambda: parts.append(take("start", 1)))
+        thread.start()  # it waits for the lock
+        (tmp_path / "start").unlink()
+    thread.join(SECONDS)
+    assert parts[0].new
+    assert (tmp_path / "start").exists()
+    parts[0].close()
 
 
 def at(rank, phase, state="S", step=3, host="node1"):
@@ -609,50 +617,38 @@ def at(rank, phase, state="S", step=3, host="node1"):
     return Sighting(rank, host, step, phase, 60.0, 100 + rank, state, "rpc_wait")
 
 
+GONE, STOPPED, SILENT, NETWORK, ELSEWHERE = "HT657", "HT658", "HT659", "HT660", "HT661"
+NOTHING_SEEN = "no observation of rank 2 (node2)"
+
+
 @pytest.mark.parametrize(
-    ("sightings", "ranks", "words"),
+    ("sightings", "ranks", "code", "words"),
     [
-        ([at(0, BACKWARD), at(1, BACKWARD), at(2, COMPUTING)], (2,), "in the script's code"),
-        ([at(0, COMPUTING), at(1, COMPUTING, step=2), at(2, BACKWARD)], (1,), "step 2"),
-        ([at(0, BACKWARD), at(1, BACKWARD, "T"), at(2, LOADING)], (1,), "(state T)"),
-        ([at(0, BACKWARD), at(1, BACKWARD, "t"), at(2, BACKWARD)], (1,), "held by a debugger"),
-        ([at(0, BACKWARD, "T"), at(1, COMPUTING, ""), at(2, LOADING)], (1,), "is gone"),
-        ([at(0, EVALUATING), at(1, IDLE), at(2, EVALUATING)], (1,), "outside of the run's loop"),
-        ([at(0, SAVING, "D"), at(1, SAVING), at(2, SAVING)], (0,), "in rpc_wait (state D)"),
-        ([at(0, LOADING, "D"), at(1, LOADING, "D"), at(2, LOADING)], (0, 1), "ranks 0 and 1"),
-        ([at(0, LOADING), at(1, LOADING), at(2, LOADING)], (), "all 3 ranks are silent for 60 s"),
-        ([at(0, BACKWARD), at(1, CLOSED, ""), at(2, BACKWARD)], (1,), "no longer in the run"),
-        ([at(0, SAVING), at(1, CLOSED), at(2, COMPUTING)], (2,), "rank 2"),
-        ([at(0, LOADING), at(1, CLOSED), at(2, CLOSED, "")], (0,), "rank 0 on node1 is silent"),
-        ([at(0, BACKWARD), at(1, BACKWARD)], (2,), "no observation of rank 2 (node2)"),
-        ([at(0, COMPUTING), at(1, BACKWARD)], (0,), "no observation of rank 2 (node2)"),
-        ([at(0, LOADING), at(1, LOADING)], (0, 1), "no observation of rank 2 (node2)"),
+        ([at(0, BACKWARD), at(1, BACKWARD), at(2, COMPUTING)], (2,), SILENT, "the script's code"),
+        ([at(0, COMPUTING), at(1, COMPUTING, step=2), at(2, BACKWARD)], (1,), SILENT, "step 2"),
+        ([at(0, BACKWARD), at(1, BACKWARD, "T"), at(2, LOADING)], (1,), STOPPED, "(state T)"),
+        ([at(0, BACKWARD), at(1, BACKWARD, "t"), at(2, BACKWARD)], (1,), STOPPED, "by a debugger"),
+        ([at(0, BACKWARD, "T"), at(1, COMPUTING, ""), at(2, LOADING)], (1,), GONE, "is gone"),
+        ([at(0, EVALUATING), at(1, IDLE), at(2, EVALUATING)], (1,), SILENT, "outside of the run's"),
+        ([at(0, SAVING, "D"), at(1, SAVING), at(2, SAVING)], (0,), SILENT, "in rpc_wait (state D)"),
+        ([at(0, LOADING, "D"), at(1, LOADING, "D"), at(2, LOADING)], (0, 1), SILENT, "0 and 1"),
+        ([at(0, LOADING), at(1, LOADING), at(2, LOADING)], (), SILENT, "all 3 ranks are"),
+        ([at(0, BACKWARD), at(1, BACKWARD), at(2, BACKWARD)], (), NETWORK, "wait for each other"),
+        ([at(0, BACKWARD), at(1, CLOSED, ""), at(2, BACKWARD)], (1,), ELSEWHERE, "no longer in"),
+        ([at(0, SAVING), at(1, CLOSED), at(2, COMPUTING)], (2,), SILENT, "rank 2"),
+        ([at(0, LOADING), at(1, CLOSED), at(2, CLOSED, "")], (0,), SILENT, "rank 0 on"),
+        ([at(0, BACKWARD), at(1, BACKWARD)], (2,), NETWORK, NOTHING_SEEN),
+        ([at(0, COMPUTING), at(1, BACKWARD)], (0,), SILENT, NOTHING_SEEN),
+        ([at(0, LOADING), at(1, LOADING)], (0, 1), SILENT, NOTHING_SEEN),
     ],
 )
-def test_hang_names_the_right_ranks(sightings, ranks, words):
-    """Decide from the observations of the helpers which ranks caused a hang."""
+def test_hang_names_the_right_ranks(sightings, ranks, code, words):
+    """Decide from the observations of the helpers which ranks caused a hang, and its kind."""
     blame = judge(sightings, 3, ("node1", "node2") if len(sightings) < 3 else ("node1",))
-    assert blame.ranks == ranks
+    assert (blame.ranks, blame.code) == (ranks, code)
     assert words in blame.found
     assert blame.fixes
     assert "\n" not in "".join((blame.found, *blame.fixes))
-
-
-@pytest.mark.parametrize(
-    ("sightings", "code"),
-    [
-        ([at(0, BACKWARD), at(1, BACKWARD, "")], "HT657"),
-        ([at(0, BACKWARD), at(1, BACKWARD, "T")], "HT658"),
-        ([at(0, BACKWARD), at(1, COMPUTING)], "HT659"),
-        ([at(0, LOADING), at(1, LOADING)], "HT659"),
-        ([at(0, BACKWARD), at(1, BACKWARD)], "HT660"),
-        ([at(0, BACKWARD)], "HT660"),
-        ([at(0, BACKWARD), at(1, CLOSED)], "HT661"),
-    ],
-)
-def test_hang_has_the_code_of_its_kind(sightings, code):
-    """Choose the error code of a hang from the observations of the helpers."""
-    assert judge(sightings, 2, ("node1",)).code == code
 
 
 @pytest.mark.parametrize(
@@ -692,12 +688,6 @@ def test_job_is_suspended_where_every_rank_is_stopped():
     assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING)], 2)
 
 
-def test_phases_have_descriptions_in_the_order_of_a_step():
-    """Check the descriptions and the order of the phases of a step."""
-    assert list(PHASES) == sorted(PHASES)
-    assert all(phase.description for phase in PHASES.values())
-
-
 def test_helpers_exchange_observations_and_agree_on_one_result(tmp_path):
     """Exchange observations between the helpers of two hosts; both use the same result."""
     first, second = (HelperExchange(tmp_path, "start", host, 0) for host in ("node1", "node2"))
@@ -715,13 +705,43 @@ def test_helpers_exchange_observations_and_agree_on_one_result(tmp_path):
 
 def test_helper_does_not_wait_for_a_call_that_hangs():
     """Call a function that blocks; the helper continues after a time-out."""
-    aside, free = Aside(), threading.Event()
-    assert aside(lambda: "answer", 5) == "answer"
-    assert aside(lambda: Path("nowhere").read_text(), 5) is None
-    assert aside(free.wait, 0.01) is None
-    assert aside(lambda: "answer", 0.01) is None  # the previous call still hangs
+    aside, free = Aside(0.1), threading.Event()
+    until(lambda: aside(lambda: "answer") == "answer")
+    assert aside(lambda: Path("nowhere").read_text()) is None
+    assert aside(free.wait) is None
+    assert aside(lambda: "answer") is None  # the previous call still hangs
     free.set()
-    until(lambda: aside(lambda: "answer", 5) == "answer")
+    until(lambda: aside(lambda: "answer") == "answer")
+
+
+def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):
+    """Ask for a dump, in the place of torch's thread; name the file, and that of no other rank."""
+    environment = Environment(os.environ)
+    recorder = FlightRecorder(environment, 2)
+    folder = Path(recorder._folder)
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert recorder.dump_to(tmp_path) is None  # torch has not begun
+    os.mkfifo(f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}2.pipe")
+    reader = os.open(folder / "rank-2.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    dump = recorder.dump_to(tmp_path)
+    assert not folder.exists()
+
+    def torch_thread():
+        until(lambda: select.select([reader], [], [], 0)[0] and os.read(reader, 9))
+        Path(f"{os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}2").write_text("collectives")
+
+    thread = threading.Thread(target=torch_thread)
+    thread.start()
+    ranks = [
+        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0)
+        for rank, more in ((1, ()), (2, dump), (3, (str(tmp_path / "gone"), "nowhere")))
+    ]
+    assert dump_collectives(ranks) == [str(tmp_path / "nccl-rank-2")]
+    thread.join(SECONDS)
+    recorder.close()
+    environment.put_back()
+    os.close(reader)
+    assert not [name for name in os.environ if name.startswith("TORCH_NCCL_D")]
 
 
 def test_watchdog_imports_no_torch():

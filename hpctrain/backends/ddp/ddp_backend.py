@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.ddp import ddp_options, text_exchange
 from hpctrain.backends.ddp.ddp_baseline import DDPBaseline
+from hpctrain.backends.ddp.flight_recorder import FlightRecorder
 from hpctrain.backends.ddp.rehearsal import reached, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.settings import BackendSettings
@@ -70,6 +72,9 @@ class DDP(Backend):
             # gloo reads the interface from the environment only. Its default is the address of the
             # host's own name: on many clusters 127.0.1.1.
             self._environment.default(GLOO_INTERFACE, interface_of(own))
+            self._recorder = None
+        else:
+            self._recorder = FlightRecorder(self._environment, world.rank)
         try:
             store = open_store(rendezvous, limits[0])
             assemble(PrefixStore(f"{rendezvous.nonce}/here", store), rendezvous, start_timeout)
@@ -96,10 +101,10 @@ class DDP(Backend):
             store.set_timeout(limits[1])
             self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
         except StartError:
-            self._environment.put_back()
+            self._put_back()
             raise
         except (RuntimeError, ValueError) as error:
-            self._environment.put_back()
+            self._put_back()
             raise RankMissingError(
                 "HT306",
                 f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
@@ -363,12 +368,22 @@ class DDP(Backend):
             "--backend horovod",
         )
 
+    def dump_to(self, folder: Path) -> tuple[str, str] | None:
+        """Return how to ask torch's Flight Recorder for the collectives of NCCL."""
+        return self._recorder.dump_to(folder) if self._recorder is not None else None
+
     def close(self, failure: str | None = None) -> None:
         """Destroy the process group and restore the environment."""
         if dist.is_initialized() and not (failure is not None and self.transport == "nccl"):
             # NCCL's communicators wait for the other ranks, which may be gone after a failure:
             # then the end of the process frees them.
             dist.destroy_process_group()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Restore the environment."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._environment.put_back()
 
 

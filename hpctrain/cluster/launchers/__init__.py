@@ -1,32 +1,36 @@
-"""Detection of the launcher that started this process: one file per launcher, and their order."""
+"""Detection of the launcher that started this process: the table of launchers, in order."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import entry_points, env_vars
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers import checks
 from hpctrain.cluster.launchers.ancestors import Process
 from hpctrain.cluster.launchers.base import (
     LONGEST_TIMEOUT,
+    SCHEDULERS,
     Claims,
     Environ,
     Launcher,
     RendezvousPoint,
 )
 from hpctrain.cluster.launchers.env import EnvLauncher
-from hpctrain.cluster.launchers.flux import Flux
 from hpctrain.cluster.launchers.horovodrun import Horovodrun
 from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
-from hpctrain.cluster.launchers.jsrun import Jsrun
-from hpctrain.cluster.launchers.mpich import Hydra
-from hpctrain.cluster.launchers.mvapich import MVAPICH2
+from hpctrain.cluster.launchers.mpi import (
+    MVAPICH2,
+    PALS,
+    Flux,
+    Hydra,
+    Jsrun,
+    OpenMPI,
+    Prterun,
+    UnknownPMI,
+)
 from hpctrain.cluster.launchers.none import NoLauncher
-from hpctrain.cluster.launchers.openmpi import OpenMPI
-from hpctrain.cluster.launchers.pals import PALS
-from hpctrain.cluster.launchers.pmi import Prterun, UnknownPMI
 from hpctrain.cluster.launchers.slurm import SlurmStep
 from hpctrain.cluster.launchers.submitit import SubmititLocal
 from hpctrain.cluster.launchers.torchrun import Torchrun
@@ -41,6 +45,7 @@ __all__ = [
     "RendezvousPoint",
     "Start",
     "detect",
+    "installed",
     "readings",
     "survey",
 ]
@@ -64,6 +69,27 @@ LAUNCHERS: tuple[Launcher, ...] = (
     UnknownPMI(),
     NoLauncher(),
 )
+
+
+def installed() -> tuple[Launcher, ...]:
+    """Return the launchers in the order in which they are asked, with those of other packages.
+
+    Raises:
+        UsageError: an entry point of another package cannot be used.
+    """
+    table = list(LAUNCHERS)
+    names = [launcher.name for launcher in table]
+    for kind in entry_points.load(entry_points.LAUNCHERS, Launcher, names).values():
+        if kind.before not in names:
+            raise UsageError(
+                "HT119",
+                f"the launcher {kind.name} of another package has before = {kind.before!r}",
+                f"one of {', '.join(names)}",
+                "correct that package",
+            )
+        place = next(n for n, launcher in enumerate(table) if launcher.name == kind.before)
+        table.insert(place, kind())
+    return tuple(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +165,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
     world = launcher.world(env)
     others = _others(launcher, env)
     for other in others:
-        if other.name not in launcher.inside:
+        if not _starts(other, launcher):
             _compare(launcher, other, env)
     claims, job = launcher.claims(env), detect_job(env)
     named_by_user = bool(env.get(env_vars.LAUNCHER))
@@ -168,26 +194,35 @@ def _choose(env: Environ) -> Launcher:
     """Return the launcher that the user named, else the first in the table that matches."""
     name = env.get(env_vars.LAUNCHER)
     if name:
-        for launcher in LAUNCHERS:
+        for launcher in installed():
             if launcher.name == name:
                 return launcher
-        names = ", ".join(launcher.name for launcher in LAUNCHERS)
+        names = ", ".join(launcher.name for launcher in installed())
         raise UsageError(
             "HT103",
             f"{env_vars.LAUNCHER}={name!r}",
             f"one of {names}",
             f"unset {env_vars.LAUNCHER}",
         )
-    return next(launcher for launcher in LAUNCHERS if launcher.matches(env))
+    return next(launcher for launcher in installed() if launcher.matches(env))
 
 
 def _others(launcher: Launcher, env: Environ) -> list[Launcher]:
     """Return the other launchers whose variables are set."""
     return [
         other
-        for other in LAUNCHERS
-        if other is not launcher and other.name != "none" and other.matches(env)
+        for other in installed()
+        if other.name not in (launcher.name, "none") and other.matches(env)
     ]
+
+
+def _starts(other: Launcher, launcher: Launcher) -> bool:
+    """Check whether a launcher may have started another one, and describes that process.
+
+    A launcher of another package counts as one of the schedulers.
+    """
+    outside = all(other.name != one.name for one in LAUNCHERS)
+    return other.name in launcher.inside or (outside and launcher.inside >= SCHEDULERS)
 
 
 def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
@@ -226,7 +261,11 @@ def _is_complete(launcher: Launcher, env: Environ) -> bool:
 
 
 def readings(env: Environ) -> Iterator[Reading]:
-    """Yield all variables that hold a field of `World`, used or not; raise no errors."""
+    """Yield all variables that hold a field of `World`, used or not.
+
+    Raises:
+        UsageError: as `installed`.
+    """
     try:
         chosen = _choose(env)
     except UsageError:
@@ -235,7 +274,7 @@ def readings(env: Environ) -> Iterator[Reading]:
     assigned: set[str] = set()
     # Several launchers set PMI variables: they are assigned to a launcher that is recognised.
     candidates = sorted(
-        LAUNCHERS, key=lambda candidate: (candidate is not chosen, not candidate.matches(env))
+        installed(), key=lambda one: (one.name != chosen.name, not one.matches(env))
     )
     for launcher, field, name in (
         (candidate, *pair) for candidate in candidates for pair in candidate.readable()
@@ -243,11 +282,11 @@ def readings(env: Environ) -> Iterator[Reading]:
         if not env.get(name) or name in assigned:
             continue
         assigned.add(name)
-        if launcher is chosen and field not in used:
+        if launcher.name == chosen.name and field not in used:
             used[field], reason = name, ""
         elif field in used and env[name] == env[used[field]]:
             reason = f"same value as {used[field]}"
-        elif launcher is chosen:
+        elif launcher.name == chosen.name:
             reason = f"{used[field]} has precedence"
         else:
             reason = _reason_ignored(chosen, launcher, env)
@@ -257,7 +296,7 @@ def readings(env: Environ) -> Iterator[Reading]:
 def _reason_ignored(chosen: Launcher, other: Launcher, env: Environ) -> str:
     if not other.matches(env):
         return f"no {other.recognised_by}"
-    if other.name in chosen.inside:
+    if _starts(other, chosen):
         return f"describes the process that started {chosen.name}"
     if env.get(env_vars.LAUNCHER):
         return f"{env_vars.LAUNCHER}={chosen.name}"

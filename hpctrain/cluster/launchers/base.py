@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -136,8 +135,8 @@ def hosts_of_job(env: Environ) -> tuple[str, ...]:
     return host_list(env, "SLURM_JOB_NODELIST") or tuple(dict.fromkeys(listed))
 
 
-class Launcher(ABC):
-    """One launcher. Each subclass has its own file and one line in the table of `launchers`.
+class Launcher:
+    """One launcher: a subclass, and a line in the table of `launchers` or an entry point.
 
     Attributes:
         name: name in `World.launcher` and `$HPCTRAIN_LAUNCHER`.
@@ -147,20 +146,24 @@ class Launcher(ABC):
             describe other processes. The values of any other launcher have to be the same.
         variables: for each field of World, the variables that may hold it, the best one first.
         composed: for a field of World, the variable with a value that is not a plain number.
+        constants: variables that have the same value in every rank of every start.
         starts: variables that distinguish one start of ranks from any other.
         knows_rank_0: whether rank 0 is certainly at the address of `main`, and not only probably.
+        before: for a launcher of another package, the name of the built-in launcher that is asked
+            after it.
     """
 
     name: ClassVar[str]
-    reason: ClassVar[str]
+    reason: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()
     inside: ClassVar[frozenset[str]] = frozenset()
-    variables: ClassVar[Mapping[str, tuple[str, ...]]]
+    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     composed: ClassVar[Mapping[str, str]] = {}
+    constants: ClassVar[Mapping[str, str]] = {}
     starts: ClassVar[tuple[str, ...]] = ()
     knows_rank_0: ClassVar[bool] = False
+    before: ClassVar[str] = "slurm"
 
-    @abstractmethod
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the variables that this launcher would set for one rank: the inverse of `world`.
 
@@ -169,6 +172,13 @@ class Launcher(ABC):
             tasks_per_node: number of ranks on each host.
             start: number that is unique to this start.
         """
+        here = tasks_per_node[world.node_rank or 0]
+        values = {**dataclasses.asdict(world), "local_world_size": here}
+        return {
+            **self.constants,
+            **{name: str(start) for name in self.starts[:1]},
+            **{names[0]: str(values[field]) for field, names in self.variables.items()},
+        }
 
     def matches(self, env: Environ) -> bool:
         """Check whether variables of this launcher are set.

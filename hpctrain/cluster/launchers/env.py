@@ -65,10 +65,7 @@ class EnvLauncher(Launcher):
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the env:// variables and LOCAL_WORLD_SIZE; derive the port from `start`."""
         return {
-            "RANK": str(world.rank),
-            "WORLD_SIZE": str(world.world_size),
-            "LOCAL_RANK": str(world.local_rank),
-            "LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
+            **super().environ(world, tasks_per_node, start),
             "MASTER_ADDR": world.hosts[0] if world.hosts else "127.0.0.1",
             "MASTER_PORT": str(20000 + start % 12000),
         }

@@ -44,10 +44,7 @@ class Horovodrun(Launcher):
         peers = [n for n, tasks in enumerate(tasks_per_node) if tasks > world.local_rank]
         node = world.node_rank or 0
         return {
-            "HOROVOD_RANK": str(world.rank),
-            "HOROVOD_SIZE": str(world.world_size),
-            "HOROVOD_LOCAL_RANK": str(world.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(tasks_per_node[node]),
+            **super().environ(world, tasks_per_node, start),
             "HOROVOD_CROSS_RANK": str(peers.index(node)),
             "HOROVOD_CROSS_SIZE": str(len(peers)),
             "HOROVOD_HOSTNAME": world.hosts[node] if world.hosts else "localhost",

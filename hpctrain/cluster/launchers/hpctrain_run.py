@@ -44,13 +44,5 @@ class HpctrainRun(Launcher):
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return variables for all fields of World; the hosts only if they are known."""
-        return {
-            START: str(start),
-            "HPCTRAIN_RANK": str(world.rank),
-            "HPCTRAIN_WORLD_SIZE": str(world.world_size),
-            "HPCTRAIN_LOCAL_RANK": str(world.local_rank),
-            "HPCTRAIN_LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
-            "HPCTRAIN_NODE_RANK": str(world.node_rank),
-            "HPCTRAIN_NUM_NODES": str(world.num_nodes),
-            **({"HPCTRAIN_HOSTS": ",".join(world.hosts)} if world.hosts else {}),
-        }
+        hosts = {"HPCTRAIN_HOSTS": ",".join(world.hosts)} if world.hosts else {}
+        return super().environ(world, tasks_per_node, start) | hosts

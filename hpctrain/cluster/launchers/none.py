@@ -1,7 +1,5 @@
 """A process that no launcher started: on a laptop, in a notebook, or with one GPU."""
 
-from collections.abc import Sequence
-
 from hpctrain.cluster.launchers.base import Claim, Claims, Environ, Launcher
 from hpctrain.cluster.world import World
 
@@ -13,7 +11,6 @@ class NoLauncher(Launcher):
 
     name = "none"
     reason = "last: it matches every environment"
-    variables = {}
 
     def matches(self, env: Environ) -> bool:
         """Return True for every environment."""
@@ -41,8 +38,3 @@ class NoLauncher(Launcher):
     def world(self, env: Environ) -> World:
         """Return rank 0 in a world of size 1."""
         return World(**{field: claim.value for field, claim in self.claims(env).items()})
-
-    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """Return no variables."""
-        del world, tasks_per_node, start
-        return {}

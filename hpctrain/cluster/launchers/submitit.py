@@ -3,10 +3,7 @@
 Source: submitit/local/local.py, submitit 1.5.4.
 """
 
-from collections.abc import Sequence
-
 from hpctrain.cluster.launchers.base import Environ, Launcher
-from hpctrain.cluster.world import World
 
 __all__ = ["SubmititLocal"]
 
@@ -25,6 +22,7 @@ class SubmititLocal(Launcher):
         "node_rank": ("SUBMITIT_LOCAL_NODEID",),
         "num_nodes": ("SUBMITIT_LOCAL_JOB_NUM_NODES",),
     }
+    constants = {"SUBMITIT_EXECUTOR": "local"}
     starts = ("SUBMITIT_LOCAL_JOB_ID",)
 
     def matches(self, env: Environ) -> bool:
@@ -38,15 +36,3 @@ class SubmititLocal(Launcher):
     def recognised_by(self) -> str:
         """The text for messages: the name of the executor."""
         return "SUBMITIT_EXECUTOR=local"
-
-    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """Return the variables that the local executor sets; derive the job id from `start`."""
-        return {
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_JOB_ID": str(start),
-            "SUBMITIT_LOCAL_GLOBALID": str(world.rank),
-            "SUBMITIT_LOCAL_NTASKS": str(world.world_size),
-            "SUBMITIT_LOCAL_LOCALID": str(world.local_rank),
-            "SUBMITIT_LOCAL_NODEID": str(world.node_rank),
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": str(world.num_nodes),
-        }

@@ -58,17 +58,12 @@ class Torchrun(Launcher):
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the variables that an agent sets; derive the run id from `start`."""
         return {
+            **super().environ(world, tasks_per_node, start),
             "TORCHELASTIC_RUN_ID": f"hpctrain-{start}",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             # There is no agent with a store, so rank 0 has to serve one.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "RANK": str(world.rank),
-            "WORLD_SIZE": str(world.world_size),
-            "LOCAL_RANK": str(world.local_rank),
-            "LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
-            "GROUP_RANK": str(world.node_rank),
-            "GROUP_WORLD_SIZE": str(world.num_nodes),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "ROLE_NAME": "default",
             "ROLE_RANK": str(world.rank),

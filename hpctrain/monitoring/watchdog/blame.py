@@ -4,11 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.cluster.texts import listed, ranks_text
-from hpctrain.monitoring.watchdog.processes import STATES
 from hpctrain.process.phases import BACKWARD, CLOSED, PHASES, UPDATING, WAITING
 
-__all__ = ["Blame", "Sighting", "apart", "judge", "place", "suspended"]
+__all__ = ["Blame", "Sighting", "apart", "describe", "judge", "place", "suspended"]
 
+# State letters of a process. Source: proc(5).
+STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits in the kernel",
+    "T": "is stopped",
+    "t": "is held by a debugger",
+}
 _MOST_NAMED = 8
 
 
@@ -75,44 +82,27 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
     sightings = sorted(sightings, key=lambda sighting: sighting.rank)
     inside = [sighting for sighting in sightings if sighting.phase != CLOSED]
     alive = [sighting for sighting in inside if sighting.state]
-    missing = sorted(set(range(world_size)) - {sighting.rank for sighting in sightings})
-    absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
-    unobserved = _without_observation(missing, absent)
     if gone := [sighting for sighting in inside if not sighting.state]:
-        silence = max((sighting.silence for sighting in alive), default=0.0)
-        found = f"{_names(gone)} gone, last seen at {place(gone[0])}; the others are silent for "
-        return Blame(
-            _ranks(gone),
-            "HT657",
-            f"{found}{silence:.0f} s",
-            ("look at the end of its log in logs/ and at the system log: out of memory, a kill",),
-        )
+        return _gone(gone, alive)
     if stopped := [sighting for sighting in alive if sighting.state in ("T", "t")]:
-        pids = " ".join(str(sighting.pid) for sighting in stopped[:_MOST_NAMED])
-        return Blame(
-            _ranks(stopped),
-            "HT658",
-            f"{_silent(stopped)}: process {pids} {STATES[stopped[0].state]} "
-            f"(state {stopped[0].state})",
-            (
-                "find what stopped it: a debugger, Ctrl-Z or kill -STOP",
-                "the next time, before the time-out: kill -CONT PROCESS",
-            ),
-        )
+        return _stopped(stopped)
     places = sorted({(sighting.step, sighting.phase) for sighting in alive})
     behind = [sighting for sighting in alive if (sighting.step, sighting.phase) == places[0]]
     in_kernel = [sighting for sighting in alive if sighting.state == "D"]
     if len(behind) == len(alive) and 0 < len(in_kernel) < len(alive):
         behind = in_kernel
     waits = PHASES[behind[0].phase].waits
+    missing = sorted(set(range(world_size)) - {sighting.rank for sighting in sightings})
     left = [sighting for sighting in sightings if sighting.phase == CLOSED]
+    absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
+    unobserved = _without_observation(missing, absent)
     if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
         found = _silent(behind) + _kernel(behind) + unobserved
         return Blame(_ranks(behind), "HT659", found, _LONG)
-    if missing and waits:
+    if missing:
         found = f"{_silent(alive)}: they wait{unobserved}"
         return Blame(tuple(missing), "HT660", found, _NETWORK)
-    if left and waits:
+    if left:
         found = f"{_silent(alive)}: they wait, and {_names(left)} no longer in the run"
         return Blame(_ranks(left), "HT661", found, ("do the same number of steps on every rank",))
     found = f"all {len(alive)} ranks are silent for {_seconds(alive)} s at {place(alive[0])}"
@@ -120,6 +110,30 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         found += ": they wait for each other"
     code, fixes = ("HT660", _NETWORK) if waits else ("HT659", _LONG)
     return Blame((), code, found + _kernel(alive), fixes)
+
+
+def _gone(gone: Sequence[Sighting], alive: Sequence[Sighting]) -> Blame:
+    silence = max((sighting.silence for sighting in alive), default=0.0)
+    return Blame(
+        _ranks(gone),
+        "HT657",
+        f"{_names(gone)} gone, last seen at {place(gone[0])}; the others are silent for "
+        f"{silence:.0f} s",
+        ("look at the end of its log in logs/ and at the system log: out of memory, a kill",),
+    )
+
+
+def _stopped(stopped: Sequence[Sighting]) -> Blame:
+    pids = " ".join(str(sighting.pid) for sighting in stopped[:_MOST_NAMED])
+    return Blame(
+        _ranks(stopped),
+        "HT658",
+        f"{_silent(stopped)}: process {pids} {STATES[stopped[0].state]} (state {stopped[0].state})",
+        (
+            "find what stopped it: a debugger, Ctrl-Z or kill -STOP",
+            "the next time, before the time-out: kill -CONT PROCESS",
+        ),
+    )
 
 
 def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
@@ -171,6 +185,14 @@ _NETWORK = (
 def place(sighting: Sighting) -> str:
     """Return step and phase of a rank, for messages."""
     return f"step {sighting.step}, {PHASES[sighting.phase].description}"
+
+
+def describe(sighting: Sighting) -> str:
+    """Return the line of a rank in the report."""
+    state = sighting.state
+    how = f"process {sighting.pid} {STATES.get(state, state)} (state {state})"
+    where = f"silent for {sighting.silence:.0f} s at {place(sighting)}"
+    return f"rank {sighting.rank}: {where}; {how if state else 'its process has ended'}"
 
 
 def _ranks(sightings: Sequence[Sighting]) -> tuple[int, ...]:

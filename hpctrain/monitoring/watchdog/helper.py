@@ -1,4 +1,4 @@
-"""Helper of a host, a separate program: `python -S -P helper.py FOLDER`; see `slots`.
+"""Helper of a host, a separate program: `python -S -P helper.py FILE`; see `shared_memory`.
 
 It needs only the standard library and this package, and ends with the ranks that it watches.
 """

@@ -83,18 +83,18 @@ class HelperExchange:
 
 
 class Aside:
-    """Runner for functions that may hang: each runs in a thread, with a time limit."""
+    """Runner for functions that may hang, for example in a file system; each runs in a thread.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: seconds to wait for a result.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._thread: threading.Thread | None = None
 
-    def __call__(self, function: Callable[[], T], seconds: float) -> T | None:
-        """Return a function's result; None if it fails, is too slow, or an earlier one still hangs.
-
-        Args:
-            function: function that may hang, for example in a file system.
-            seconds: seconds to wait for the result.
-        """
+    def __call__(self, function: Callable[[], T]) -> T | None:
+        """Return a function's result; None if it fails, is too slow, or an earlier one hangs."""
         if self._thread is not None and self._thread.is_alive():
             return None
         results: list[T] = []
@@ -105,7 +105,7 @@ class Aside:
 
         self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()
-        self._thread.join(seconds)
+        self._thread.join(self._seconds)
         return results[0] if results else None
 
 

@@ -1,22 +1,29 @@
 """Main loop of a helper: observe the ranks, judge, show their stacks, kill them."""
 
 import os
-import select
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.errors import HpctrainError, exit_codes
-from hpctrain.monitoring.watchdog import slots, stacks
-from hpctrain.monitoring.watchdog.blame import Blame, Sighting, apart, judge, place, suspended
+from hpctrain.monitoring.watchdog import shared_memory
+from hpctrain.monitoring.watchdog.blame import (
+    Blame,
+    Sighting,
+    apart,
+    describe,
+    judge,
+    place,
+    suspended,
+)
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange, append
-from hpctrain.monitoring.watchdog.processes import STATES, WatchedProcess
-from hpctrain.process.phases import CLOSED, IDLE
+from hpctrain.monitoring.watchdog.rank import WAKE
+from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives, write_stacks
+from hpctrain.process.phases import CLOSED
 from hpctrain.rundir.exit_status import write_exit_status
 
 __all__ = ["Watch"]
@@ -31,57 +38,18 @@ _SECONDS_TO_DIE = 10.0
 _SECONDS_APART = 5.0
 
 
-@dataclass(slots=True)
-class _Watched:
-    """A rank of this host."""
-
-    facts: slots.Facts
-    slot: int
-    stack: int
-    process: WatchedProcess
-    state: str = "R"
-    step: int = 0
-    phase: int = IDLE
-    heartbeat: int = 0
-    silence: float = 0.0
-
-    def look(self, now: float, elapsed: float) -> None:
-        """Update the observation, `elapsed` seconds after the previous one."""
-        before, last = self.state, self.heartbeat
-        self.step, self.phase, self.heartbeat = slots.PLACE.unpack(
-            os.pread(self.slot, slots.PLACE.size, 0)
-        )
-        self.state = self.process.state()
-        # Count only time in which this process was running: the whole job may be suspended.
-        if self.heartbeat != last:
-            self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
-        else:
-            self.silence += elapsed
-        if before == "T" != self.state:
-            self.silence = 0.0
-
-    @property
-    def inside(self) -> bool:
-        """Whether the rank is alive and has not left the run."""
-        return bool(self.state) and self.phase != CLOSED
-
-    @property
-    def counts(self) -> bool:
-        """Whether the silence of the rank counts."""
-        return self.inside and self.phase != IDLE
-
-
 class Watch:
     """The helper of a host, which watches its ranks.
 
     Args:
-        folder: folder with the slots of the ranks.
+        path: file with the shared memory of the ranks.
         clock: function that returns seconds, like `time.monotonic`; tests replace it.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = folder, clock
-        settings = slots.read_settings(folder)
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._file = os.open(path, os.O_RDONLY)
+        settings = shared_memory.read_settings(self._file)
         self._host, self._hosts = settings["host"], settings["hosts"]
         self._world_size: int = settings["world_size"]
         self._timeout: float = settings["timeout"]
@@ -93,22 +61,21 @@ class Watch:
         self._first = settings["node_rank"] == 0
         self._apart: tuple[float, list[Sighting]] | None = None  # when and how first observed
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
-        self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
-        self._expected: int | None = settings["local_world_size"]
-        self._ranks: dict[str, _Watched] = {}
+        self._expected: int = settings["local_world_size"]
+        self._ranks: dict[int, WatchedRank] = {}  # by local rank
         self._posted: float | None = None  # when silence was last published
         self._last = clock()  # time of the last look at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
-        self._files, self._standard_error = Aside(), Aside()
+        self._files, self._standard_error = Aside(_SECONDS_FOR_FILES), Aside(_SECONDS_FOR_FILES)
 
     def run(self) -> None:
         """Watch until no rank is left."""
         self._note(f"process {os.getpid()} watches the ranks of {self._host}; {self._limit()}")
         if self._first:
-            self._files(self._exchange.clear, _SECONDS_FOR_FILES)
-        slots.remove_stale()
+            self._files(self._exchange.clear)
+        shared_memory.remove_stale()
         while not self.turn():
-            self._sleep()
+            signal.sigtimedwait({WAKE}, self._interval)
 
     def turn(self) -> bool:
         """Observe the ranks once and act on it; return whether no rank is left."""
@@ -116,59 +83,37 @@ class Watch:
         now = self._clock()
         self._look(now, min(now - self._last, 2 * self._interval))
         self._last = now
-        if not any(rank.inside for rank in self._ranks.values()):
-            return self._leave()
-        self._consider()
-        return False
-
-    def _sleep(self) -> None:
-        """Wait until the next look, or until a rank ends or leaves."""
-        ends = [rank.process.handle for rank in self._ranks.values() if rank.inside]
-        ready, _, _ = select.select(
-            [self._bell, *(handle for handle in ends if handle is not None)],
-            [],
-            [],
-            self._interval,
-        )
-        if self._bell in ready:
-            os.read(self._bell, 1 << 16)
+        if any(rank.inside for rank in self._ranks.values()):
+            self._consider()
+            return False
+        if len(self._ranks) < self._expected:
+            if not shared_memory.is_unused(self._file):
+                return False  # another rank begins
+            self._path.unlink(missing_ok=True)
+        if self._posted is not None:
+            self._files(self._exchange.withdraw)
+        return True
 
     def _find(self) -> None:
-        """Add the ranks that have new slots; remove the folder after the last rank."""
+        """Add the ranks that have new parts; remove the file after the last rank."""
         if len(self._ranks) == self._expected:
             return
-        for path in slots.paths(self._folder):
-            if path.name not in self._ranks:
-                facts, slot, stack = slots.read(path)
-                process = WatchedProcess(facts.pid, facts.started)
-                self._ranks[path.name] = _Watched(facts, slot, stack, process)
+        for local_rank in sorted(set(range(self._expected)) - self._ranks.keys()):
+            facts = shared_memory.read_facts(self._file, local_rank)
+            if facts is not None:
+                start = (local_rank + 1) * shared_memory.PART
+                self._ranks[local_rank] = WatchedRank(facts, self._file, start)
         if len(self._ranks) == self._expected:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._path.unlink(missing_ok=True)
 
     def _look(self, now: float, elapsed: float) -> None:
-        for rank in self._ranks.values():
-            was_inside = rank.inside
-            if was_inside:
-                rank.look(now, elapsed)
-            if was_inside and not rank.state and rank.phase != CLOSED:
+        for rank in (one for one in self._ranks.values() if one.inside):
+            rank.look(now, elapsed)
+            if not rank.state and rank.phase != CLOSED:
                 self._note(
                     f"rank {rank.facts.rank} is gone, process {rank.facts.pid}, at "
-                    f"{place(self._sighting(rank))}"
+                    f"{place(rank.sighting(self._host))}"
                 )
-
-    def _leave(self) -> bool:
-        """Remove the remaining files; return False if another rank has a new slot."""
-        if len(self._ranks) != self._expected:
-            for name in self._ranks:
-                for path in (self._folder / name, self._folder / f"{name}.stack"):
-                    path.unlink(missing_ok=True)
-            if slots.paths(self._folder):
-                self._ranks.clear()
-                return False
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if self._posted is not None:
-            self._files(self._exchange.withdraw, _SECONDS_FOR_FILES)
-        return True
 
     def _consider(self) -> None:
         """Publish silence to the other helpers, and judge if it is too long."""
@@ -180,7 +125,7 @@ class Watch:
         if silence < min(self._timeout / 2, _SECONDS_APART):
             if self._posted is not None:
                 self._posted = None
-                self._files(self._exchange.withdraw, _SECONDS_FOR_FILES)
+                self._files(self._exchange.withdraw)
             return
         judged = False
         if not self._alone():
@@ -188,7 +133,7 @@ class Watch:
             if self._posted is None or now - self._posted > self._seconds_between_posts(silence):
                 self._posted = now
                 self._post()
-            judged = bool(self._files(self._exchange.judged, _SECONDS_FOR_FILES))
+            judged = bool(self._files(self._exchange.judged))
         if judged or silence >= self._timeout:
             self._judge()
 
@@ -202,9 +147,7 @@ class Watch:
         """End ranks that wait for each other at two places; the first helper checks all ranks."""
         if not (self._first or self._alone()):
             return
-        sightings = self._sightings()
-        if not self._alone():
-            sightings += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
+        sightings = self._all_sightings()
         blame, now = apart(sightings, self._world_size), self._clock()
         if blame is None:
             self._apart = None
@@ -219,13 +162,12 @@ class Watch:
 
     def _post(self) -> None:
         own = self._sightings()
-        self._files(lambda: self._exchange.post(own), _SECONDS_FOR_FILES)
+        self._files(lambda: self._exchange.post(own))
 
     def _judge(self) -> None:
-        sightings = self._sightings()
         if not self._alone():
             self._post()
-            sightings += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
+        sightings = self._all_sightings()
         # The hosts of a suspended job do not continue at the same time, so wait one more look.
         before, self._suspended = self._suspended, suspended(sightings, self._world_size)
         if before or self._suspended:
@@ -240,9 +182,7 @@ class Watch:
         judgement = str(HpctrainError(blame.code, blame.found, expected, *blame.fixes))
         if not self._alone():
             own = judgement
-            judgement = (
-                self._files(lambda: self._exchange.settle(own), _SECONDS_FOR_FILES) or judgement
-            )
+            judgement = self._files(lambda: self._exchange.settle(own)) or judgement
         end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
         try:
             self._report(judgement, sightings)
@@ -257,69 +197,56 @@ class Watch:
         # Stop the ranks, so that they print no follow-up errors, for example about lost ranks.
         self._send(signal.SIGSTOP)
         elsewhere = [sighting for sighting in sightings if sighting.host != self._host]
-        lines = [f"{sighting.host}: {_describe(sighting)}\n" for sighting in elsewhere]
+        lines = [f"{sighting.host}: {describe(sighting)}\n" for sighting in elsewhere]
         self._note("".join([error, *shown, *lines]).rstrip())
-        status_files = [
-            rank.facts.exit_status_file
-            for rank in self._ranks.values()
-            if rank.facts.exit_status_file
-        ]
-        if status_files:
-            reason = judgement.partition("\n")[0]
-            self._files(
-                lambda: write_exit_status(status_files[0], exit_codes.FAILED, reason),
-                _SECONDS_FOR_FILES,
-            )
+        reason = judgement.partition("\n")[0]
+        facts = [rank.facts for rank in self._ranks.values()]
+        for status_file in (one.exit_status_file for one in facts if one.exit_status_file):
+            self._files(partial(write_exit_status, status_file, exit_codes.FAILED, reason))
         self._standard_error(
-            lambda: _write_error("".join([error, *shown, f"This text is also in {self._log}\n"])),
-            _SECONDS_FOR_FILES,
+            lambda: _write_error("".join([error, *shown, f"This text is also in {self._log}\n"]))
         )
 
     def _show(self) -> list[str]:
-        """Return lines with the ranks of this host and their stacks."""
+        """Return lines with the ranks of this host, their stacks, and the dumps of NCCL."""
         inside = [rank for rank in self._ranks.values() if rank.inside]
-        found = stacks.collect({rank.stack: rank.process for rank in inside})
+        write_stacks(inside)
         lines = []
         for rank in inside:
-            stack = found[rank.stack] or "no stack: the process did not respond\n"
-            lines.append(f"{_describe(self._sighting(rank))}\n")
+            stack = rank.stack() or "no stack: the process did not respond\n"
+            lines.append(f"{describe(rank.sighting(self._host))}\n")
             lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
+        dumps = self._files(lambda: dump_collectives(inside)) or []
+        if dumps:
+            lines.append(f"collectives of NCCL, for torchfrtrace: {' '.join(dumps)}\n")
         return lines
 
     def _kill(self) -> None:
         killed = self._send(signal.SIGKILL)
         end = time.monotonic() + _SECONDS_TO_DIE
-        while any(rank.process.state() for rank in killed) and time.monotonic() < end:
+        while any(rank.process_state() for rank in killed) and time.monotonic() < end:
             time.sleep(0.01)
         for rank in killed:
-            if rank.process.state():
+            if rank.process_state():
                 self._note(f"rank {rank.facts.rank}, process {rank.facts.pid}, cannot be killed")
             rank.state = ""
         self._posted = None  # keep the posts for the helpers of other hosts
 
-    def _send(self, number: int) -> list[_Watched]:
+    def _send(self, number: int) -> list[WatchedRank]:
         """Send a signal to all ranks of this host that are in the run; return these ranks."""
         inside = [rank for rank in self._ranks.values() if rank.inside]
         for rank in inside:
-            rank.process.send(number)
+            rank.send(number)
         return inside
 
     def _sightings(self) -> list[Sighting]:
-        return [self._sighting(rank) for rank in self._ranks.values()]
+        return [rank.sighting(self._host) for rank in self._ranks.values()]
 
-    def _sighting(self, rank: _Watched) -> Sighting:
-        waits_in = rank.process.waits_in() if rank.state == "D" else ""
-        facts = rank.facts
-        return Sighting(
-            facts.rank,
-            self._host,
-            rank.step,
-            rank.phase,
-            rank.silence,
-            facts.pid,
-            rank.state,
-            waits_in,
-        )
+    def _all_sightings(self) -> list[Sighting]:
+        """Return the observations of the ranks of all hosts, as far as their helpers have any."""
+        if self._alone():
+            return self._sightings()
+        return self._sightings() + (self._files(self._exchange.others) or [])
 
     def _limit(self) -> str:
         return f"at most {self._timeout:g} s of silence (--timeout)"
@@ -327,7 +254,7 @@ class Watch:
     def _note(self, text: str) -> None:
         """Write a line to the log."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
-        self._files(lambda: append(self._log, line), _SECONDS_FOR_FILES)
+        self._files(lambda: append(self._log, line))
 
 
 def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
@@ -340,16 +267,6 @@ def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
         for sighting in now
         if sighting.rank in earlier
     )
-
-
-def _describe(sighting: Sighting) -> str:
-    state = sighting.state
-    how = (
-        f"process {sighting.pid} {STATES.get(state, state)} (state {state})"
-        if state
-        else "its process has ended"
-    )
-    return f"rank {sighting.rank}: silent for {sighting.silence:.0f} s at {place(sighting)}; {how}"
 
 
 def _write_error(text: str) -> None:

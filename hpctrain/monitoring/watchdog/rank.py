@@ -4,7 +4,6 @@ import contextlib
 import faulthandler
 import mmap
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,23 +15,24 @@ from pathlib import Path
 
 from hpctrain.cluster import proc
 from hpctrain.cluster.world import World
-from hpctrain.monitoring.watchdog import slots
-from hpctrain.monitoring.watchdog.stacks import SIGNAL
+from hpctrain.monitoring.watchdog import shared_memory
+from hpctrain.monitoring.watchdog.watched_rank import SIGNAL
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import IDLE, PHASES
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Watchdog"]
+__all__ = ["WAKE", "Watchdog"]
 
+WAKE = signal.SIGUSR1  # blocked in the helper, which waits for it between its looks
 # Signals to the whole job step or to all processes of a terminal; the helper blocks them. With
 # SIGTTOU blocked it can write to a terminal that would otherwise stop background processes.
 _NOT_FOR_THE_HELPER = {
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+    *(WAKE, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
 }
 _SECONDS_TO_LEAVE = 5.0
 
-_pack, _now = slots.PLACE.pack_into, time.monotonic_ns
+_pack, _now = shared_memory.PLACE.pack_into, time.monotonic_ns
 
 
 class Watchdog:
@@ -47,6 +47,7 @@ class Watchdog:
         directory: run directory.
         key: unique name of this start, the same on all ranks.
         exit_status_file: path of rank 0's exit status file; None on other ranks.
+        dump: FIFO and file of `Backend.dump_to`, or None.
 
     Attributes:
         step: optimizer steps done; written with the next heartbeat.
@@ -62,14 +63,15 @@ class Watchdog:
         directory: RunDirectory,
         key: str,
         exit_status_file: str | None,
+        dump: tuple[str, str] | None = None,
     ) -> None:
         node_rank = world.node_rank or 0
         host = world.hosts[node_rank] if world.hosts else socket.gethostname()
-        self._slot: slots.Slot | None = None
+        self._part: shared_memory.Part | None = None
         self._helper: subprocess.Popen[bytes] | None = None
-        self._alone = False  # whether the helper ends with this rank
-        # Target of heartbeats; without a slot no process reads it.
-        self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
+        self._alone = world.local_world_size == 1
+        # Target of heartbeats; without shared memory no process reads it.
+        self._memory: bytearray | mmap.mmap = bytearray(shared_memory.PLACE.size)
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
         self.heartbeat = self._make_heartbeat()
@@ -87,14 +89,15 @@ class Watchdog:
         try:
             pid = os.getpid()
             status_file = os.path.abspath(exit_status_file) if exit_status_file else None
-            facts = slots.Facts(world.rank, pid, proc.stat(pid).started, status_file)
-            folder = slots.name(key, node_rank)
-            self._slot, new = slots.take(folder, facts, settings)
-            self._memory = self._slot.memory
-            faulthandler.register(SIGNAL, self._slot.stack, all_threads=True, chain=False)
-            if new:
-                self._helper = _start(self._slot.folder)
-                self._alone = world.local_world_size == 1
+            facts = shared_memory.Facts(
+                world.rank, pid, proc.stat(pid).started, status_file, *(dump or ())
+            )
+            name = shared_memory.name(key, node_rank)
+            self._part = shared_memory.take(name, world.local_rank, facts, settings)
+            self._memory = self._part.memory
+            faulthandler.register(SIGNAL, self._part.stack, all_threads=True, chain=False)
+            if self._part.new:
+                self._helper = _start(self._part.path)
         except OSError as error:
             logger.warning("no watchdog on %s: %s", host, error)
 
@@ -117,21 +120,22 @@ class Watchdog:
 
     def close(self) -> None:
         """End the watch of this rank. The helper ends with the last rank of the host."""
-        slot, helper = self._slot, self._helper
-        self._slot = self._helper = None
-        if slot is None:
+        part, helper = self._part, self._helper
+        self._part = self._helper = None
+        if part is None:
             return
-        self._memory = bytearray(slots.PLACE.size)
+        self._memory = bytearray(shared_memory.PLACE.size)
         with contextlib.suppress(Exception):  # no error here may end the run
-            slot.leave()
+            part.leave()
             # From here on SIGNAL would end this process; the helper no longer sends it.
             faulthandler.unregister(SIGNAL)
-            slot.close()
+            part.close()
             if helper is not None:
+                helper.send_signal(WAKE)
                 _wait_for_end(helper, self._alone)
 
 
-def _start(folder: Path) -> "subprocess.Popen[bytes]":
+def _start(path: Path) -> "subprocess.Popen[bytes]":
     # A new process inherits blocked signals, so that no signal can end the helper at its start.
     # The helper stays in the session of the ranks: with autogroup, Linux schedules processors by
     # session, and a helper in its own session waited for seconds beside ranks that poll.
@@ -140,7 +144,7 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [
                 *(sys.executable, "-S", "-P"),
-                *(str(Path(__file__).with_name("helper.py").absolute()), str(folder)),
+                *(str(Path(__file__).with_name("helper.py").absolute()), str(path)),
             ],
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -148,7 +152,7 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
             process_group=0,
         )
     except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
+        path.unlink(missing_ok=True)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,160 @@
+"""A rank as the helper of its host sees it: its shared memory, its process and its stacks.
+
+The faulthandler of the rank writes the stacks of all its threads after a signal. It is C code in a
+signal handler, so it works while C code holds the GIL. It does not work under a debugger, or while
+the kernel blocks signals (state D).
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpctrain.cluster import proc
+from hpctrain.monitoring.watchdog import shared_memory
+from hpctrain.monitoring.watchdog.blame import Sighting
+from hpctrain.process.phases import CLOSED, IDLE
+
+__all__ = ["SIGNAL", "WatchedRank", "dump_collectives", "write_stacks"]
+
+# Not used by Python, the C library (32, 33 and below SIGRTMIN) or torch (USR2).
+SIGNAL = signal.SIGRTMIN + 10
+
+_SECONDS_TO_WRITE = 2.0
+_SECONDS_TO_DUMP = 4.0  # torch looks at the FIFO about once a second
+_SECONDS_BETWEEN_LOOKS = 0.005
+
+
+@dataclass(slots=True)
+class WatchedRank:
+    """A rank of this host.
+
+    Attributes:
+        facts: identity of the rank.
+        file: descriptor of the shared memory.
+        start: offset of the rank's part in it.
+        state: state letter of the process in proc(5); empty if the process has ended.
+        step, phase, heartbeat: contents of the shared memory, as last seen.
+        silence: seconds without a heartbeat, in which the process could have sent one.
+    """
+
+    facts: shared_memory.Facts
+    file: int
+    start: int
+    state: str = "R"
+    step: int = 0
+    phase: int = IDLE
+    heartbeat: int = 0
+    silence: float = 0.0
+
+    def look(self, now: float, elapsed: float) -> None:
+        """Update the observation, `elapsed` seconds after the previous one."""
+        before, last = self.state, self.heartbeat
+        self.step, self.phase, self.heartbeat = shared_memory.PLACE.unpack(
+            os.pread(self.file, shared_memory.PLACE.size, self.start)
+        )
+        self.state = self.process_state()
+        # Count only time in which this process was running: the whole job may be suspended.
+        if self.heartbeat != last:
+            self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
+        else:
+            self.silence += elapsed
+        if before == "T" != self.state:
+            self.silence = 0.0
+
+    @property
+    def inside(self) -> bool:
+        """Whether the rank is alive and has not left the run."""
+        return bool(self.state) and self.phase != CLOSED
+
+    @property
+    def counts(self) -> bool:
+        """Whether the silence of the rank counts."""
+        return self.inside and self.phase != IDLE
+
+    def process_state(self) -> str:
+        """Return the state letter now; empty if the process has ended."""
+        try:
+            now = proc.stat(self.facts.pid)
+        except OSError:
+            return ""
+        return now.state if now.started == self.facts.started else ""
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process; do nothing if it has ended."""
+        if self.process_state():
+            try:
+                os.kill(self.facts.pid, number)
+            except OSError:  # the process has just ended
+                return
+
+    def stack(self) -> str:
+        """Return the stacks that the rank has written."""
+        return shared_memory.text_at(self.file, self.start + shared_memory.STACK)
+
+    def sighting(self, host: str) -> Sighting:
+        """Return the observation of this rank, for the other helpers."""
+        function = proc.text(f"{self.facts.pid}/wchan") if self.state == "D" else ""
+        return Sighting(
+            self.facts.rank,
+            host,
+            self.step,
+            self.phase,
+            self.silence,
+            self.facts.pid,
+            self.state,
+            function if function != "0" else "",
+        )
+
+
+def write_stacks(ranks: Sequence[WatchedRank]) -> None:
+    """Let the ranks write their stacks, and wait for it."""
+    stopped = [rank for rank in ranks if rank.process_state() == "T"]
+    running = [rank for rank in ranks if rank not in stopped]
+    for rank in running:
+        rank.send(SIGNAL)
+    _await_files(lambda: [len(one.stack()) for one in running if one.process_state()])
+    # A stopped process writes no stack, so it continues for the few milliseconds of the write.
+    for rank in stopped:
+        rank.send(SIGNAL)
+        rank.send(signal.SIGCONT)
+    _await_files(lambda: [len(one.stack()) for one in stopped if one.process_state()])
+    for rank in stopped:
+        rank.send(signal.SIGSTOP)
+
+
+def dump_collectives(ranks: Sequence[WatchedRank]) -> list[str]:
+    """Let torch's Flight Recorder write the collectives of the ranks; return the files."""
+    asked = [rank.facts.dump for rank in ranks if rank.facts.dump and _ask(rank)]
+    _await_files(lambda: [_size(path) for path in asked], _SECONDS_TO_DUMP)
+    return [path for path in asked if _size(path)]
+
+
+def _ask(rank: WatchedRank) -> bool:
+    """Write into the FIFO of a rank; return whether torch reads it."""
+    try:
+        fifo = os.open(rank.facts.dump_request or "", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    os.write(fifo, b"1")
+    os.close(fifo)
+    return True
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _await_files(sizes: Callable[[], list[int]], seconds: float = _SECONDS_TO_WRITE) -> None:
+    """Wait until all files have a size, and none grows; at most some seconds."""
+    end, before = time.monotonic() + seconds, [0]
+    while time.monotonic() < end:
+        now = sizes()
+        if now == before and all(now):
+            return
+        before = now
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
