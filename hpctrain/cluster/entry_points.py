@@ -1,4 +1,4 @@
-"""Entry points by which other installed packages add launchers and backends."""
+"""Entry points by which other installed packages add launchers, backends and trackers."""
 
 import contextlib
 import functools
@@ -12,10 +12,11 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BACKENDS", "LAUNCHERS", "found", "load"]
+__all__ = ["BACKENDS", "LAUNCHERS", "TRACKERS", "found", "load"]
 
 LAUNCHERS = "hpctrain.launchers"
 BACKENDS = "hpctrain.backends"
+TRACKERS = "hpctrain.trackers"
 
 T = TypeVar("T")
 
@@ -51,28 +52,33 @@ def _texts(path: Iterable[str]) -> Iterator[str]:
                         yield file.read()
 
 
-def load(group: str, kind: type[T], taken: Collection[str]) -> Mapping[str, type[T]]:
+def load(
+    group: str, kind: type[T], taken: Collection[str], wanted: Collection[str] | None = None
+) -> Mapping[str, type[T]]:
     """Import the classes of a group, by name.
 
     Args:
-        group: `LAUNCHERS` or `BACKENDS`.
-        kind: class that they derive from.
+        group: `BACKENDS`, `LAUNCHERS` or `TRACKERS`.
+        kind: class that they derive from. If it has a `name`, theirs is that of the entry point.
         taken: names of hpctrain's own ones.
+        wanted: names of those to import; None for all.
 
     Raises:
         UsageError: a name is taken, a package cannot be imported, or it has no such class.
     """
     classes: dict[str, type[T]] = {}
     for entry in found(group):
+        if wanted is not None and entry.name not in wanted:
+            continue
+        if entry.name in taken or entry.name in classes:
+            _refuse(entry, f"the name {entry.name} is taken")
         try:
             loaded = entry.load()
         except Exception as error:  # whatever the package does as it is imported
             _refuse(entry, f"its import fails: {type(error).__name__}: {error}")
-        if entry.name in taken or entry.name in classes:
-            _refuse(entry, f"the name {entry.name} is taken")
         if not (isinstance(loaded, type) and issubclass(loaded, kind)):
             _refuse(entry, f"{loaded!r} is no class that derives from hpctrain's {kind.__name__}")
-        if vars(loaded).get("name") != entry.name:
+        if "name" in kind.__annotations__ and vars(loaded).get("name") != entry.name:
             _refuse(entry, f"the class needs the line: name = {entry.name!r}")
         classes[entry.name] = loaded
     return classes
@@ -84,7 +90,7 @@ def _refuse(entry: "EntryPoint", problem: str) -> NoReturn:
     raise UsageError(
         "HT119",
         f"{package} adds {entry.name} = {entry.value} to {entry.group}: {problem}",
-        "an entry point as docs/architecture.md shows it",
+        "a class under a name of its own, as docs/architecture.md shows it",
         f"install another version of {package}",
         f"pip uninstall {package}",
     )

@@ -180,10 +180,10 @@ CODES: dict[str, Code] = {
         "train on this host all the same, use `env HPCTRAIN_LAUNCHER=none COMMAND`.",
     ),
     "HT119": Code(
-        "An installed package adds a launcher or a backend that cannot be used.",
+        "An installed package adds a launcher, a backend or a tracker that cannot be used.",
         (
             "The package needs another one, or another version of hpctrain.",
-            "Two packages, or a package and hpctrain, have a launcher or backend of one name.",
+            "Two packages, or a package and hpctrain, have one of the same name.",
         ),
         "Install another version of the package, or remove it with `pip uninstall PACKAGE`. "
         "docs/architecture.md says how such a package is made.",
@@ -1131,15 +1131,6 @@ CODES: dict[str, Code] = {
             "A save, a log or an evaluation of all ranks is under `if session.is_main`.",
         ),
         "Give all ranks as many batches, and let all of them break, save, log and evaluate.",
-    ),
-    "HT662": Code(
-        "An installed package adds a tracker that cannot be used.",
-        (
-            "The tracker has the name of one of hpctrain, or of another package.",
-            "The import of the package fails, as it needs another package or version.",
-            "Its entry point is no subclass of `hpctrain.monitoring.trackers.Tracker`.",
-        ),
-        "Install another version of the package, or remove it.",
     ),
     # Run directories and checkpoints.
     "HT701": Code(

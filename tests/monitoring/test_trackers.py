@@ -112,11 +112,16 @@ def test_tracker_of_another_package(install):
 @pytest.mark.parametrize(
     ("entry", "source", "asked", "problem"),
     [
-        ("wandb = ours:Ours", OURS, "wandb", "hpctrain has a tracker of that name"),
+        ("wandb = ours:Ours", OURS, "wandb", "the name wandb is taken"),
         ("mine = ours:Ours", "import no_such_package", "mine", "its import fails: ModuleNotFound"),
         ("mine = ours:Ours", "1 / 0", "mine", "its import fails: ZeroDivisionError"),
         ("mine = ours:Theirs", OURS, "mine", "its import fails: AttributeError"),
-        ("mine = ours:Ours", "Ours = dict", "mine", "is no subclass of hpctrain.monitoring"),
+        (
+            "mine = ours:Ours",
+            "Ours = dict",
+            "mine",
+            "is no class that derives from hpctrain's Tracker",
+        ),
     ],
     ids=["clash", "missing package", "error at import", "no such class", "another class"],
 )
@@ -124,17 +129,17 @@ def test_tracker_of_another_package_that_cannot_be_used(install, entry, source, 
     install(entry, source)
     with pytest.raises(UsageError, match=problem) as refused:
         find(asked)
-    assert refused.value.code == "HT662"
-    assert f"ours adds the tracker {entry}" in refused.value.found
+    assert refused.value.code == "HT119"
+    assert f"ours adds {entry} to hpctrain.trackers" in refused.value.found
     assert refused.value.fixes[-1] == "pip uninstall ours"
 
 
 def test_tracker_of_two_packages_is_refused(install):
     install("mine = ours:Ours")
     install("mine = others:Ours", package="others")
-    with pytest.raises(UsageError, match="has a tracker of that name") as refused:
+    with pytest.raises(UsageError, match="the name mine is taken") as refused:
         find("mine")
-    assert refused.value.code == "HT662"
+    assert refused.value.code == "HT119"
 
 
 def test_package_of_a_tracker_is_not_imported_for_another_one(install):
