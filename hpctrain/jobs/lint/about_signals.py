@@ -1,6 +1,7 @@
 """Rules on the end of a job: its signal, the shell's trap, the requeue."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from hpctrain.jobs.lint.launches import Launch
@@ -164,18 +165,17 @@ def requeue_revives(script: LintedScript) -> Iterator[Found]:
     code = (line for line in script.lines if not line.lstrip().startswith("#"))
     if any(_CHECKS_STATE.search(line) for line in code):
         return
-    lines = [one.line for one in _requeues(script) if _runs_when_cancelled(script, one)]
+    # A function that only the traps for other signals call does not run when a job is cancelled.
+    signals = defaultdict[str, set[str]](set)
+    for trap in script.traps:
+        for word in re.findall(r"[\w.:-]+", trap.body):
+            signals[word] |= trap.signals
+    called = {one.argv[0] for one in script.commands}
+    spared = {name for name, those in signals.items() if not those & {"TERM", "EXIT", "CONT"}}
+    harmless = spared - called
+    lines = [one.line for one in _requeues(script) if one.command.function not in harmless]
     lines += [t.line for t in script.traps if "TERM" in t.signals and _REQUEUES.search(t.body)]
     reason = "a job that was cancelled is started again, as its state is not checked first"
     state = 'scontrol show job -o "$SLURM_JOB_ID" | grep -qE "JobState=(RUNNING|SIGNALING) "'
     for line in lines:
         yield line, reason, f'if {state}; then scontrol requeue "$SLURM_JOB_ID"; fi'
-
-
-def _runs_when_cancelled(script: LintedScript, launch: Launch) -> bool:
-    """Check whether a command runs without the signal of a trap, or with one of scancel's."""
-    function = launch.command.function
-    traps = [trap for trap in script.traps if function in re.findall(r"[\w.:-]+", trap.body)]
-    signals = {signal for trap in traps for signal in trap.signals}
-    called = any(one.argv[0] == function for one in script.commands)
-    return called or not signals or bool(signals & {"TERM", "EXIT", "CONT"})

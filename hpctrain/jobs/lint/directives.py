@@ -41,9 +41,18 @@ class Directive(NamedTuple):
 class Component(list[Directive]):
     """Options of a job, or of one part of a heterogeneous job."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, Directive] = {}
+
+    def add(self, directive: Directive) -> None:
+        """Add an option."""
+        self.append(directive)
+        self._last[directive.name] = directive
+
     def get(self, name: str) -> Directive | None:
         """Return the last option of a name, which is the valid one."""
-        return next((one for one in reversed(self) if one.name == name), None)
+        return self._last.get(name)
 
     def value(self, name: str) -> str:
         """Return the value of an option; empty if it is not given."""
@@ -173,7 +182,7 @@ def _take_long(text: str, rest: deque[str], line: int, options: Component) -> No
         value = rest.popleft()
         if value.startswith("="):
             raise _refused(f"there is a space before = in --{given} =", f"--{name}=…")
-    options.append(Directive(line, name, value))
+    options.add(Directive(line, name, value))
 
 
 def _check_unknown(given: str) -> None:
@@ -189,11 +198,12 @@ def _check_unknown(given: str) -> None:
 def _take_short(word: str, rest: deque[str], line: int, options: Component) -> None:
     """Add one or several short options, as in -Hv or -N2."""
     for index, letter in enumerate(word[1:], 1):
-        name, value = SHORT.get(letter), word[index + 1 :]
+        name = SHORT.get(letter)
         if name is None:
             fix = "one that sbatch --help lists"
             raise _refused(f"sbatch has no option -{shown(letter)}", fix)
         if KINDS[name] == "required":
+            value = word[index + 1 :]
             if "=" in word and long_name(word[1:].partition("=")[0]):
                 raise _refused(f"{shown(word)} has one hyphen", f"-{shown(word)}")
             if value.startswith("="):
@@ -201,8 +211,8 @@ def _take_short(word: str, rest: deque[str], line: int, options: Component) -> N
                 raise _refused(f"the = in {shown(word)} is read as part of the value", *fixes)
             if not value and not rest:
                 raise _refused(f"-{letter} needs a value", f"#SBATCH --{name}=…")
-            options.append(Directive(line, name, value or rest.popleft()))
+            options.add(Directive(line, name, value or rest.popleft()))
             return
-        options.append(Directive(line, name, ""))
+        options.add(Directive(line, name, ""))
         if KINDS[name] == "optional":
             return

@@ -98,7 +98,8 @@ def launch(command: Command) -> Launch:
     """Return what a command starts."""
     argv = _unwrapped(command.words)
     by, options, program = "", dict[str, str](), argv
-    length = next((end for end in range(2, 9) if _RUN.match(" ".join(argv[:end]))), 0)
+    length = argv.index("run") + 1 if "run" in argv else 0
+    length = length if _RUN.match(" ".join(argv[:length])) else 0
     once = _started_once(argv[length:]) if length else []
     if once:
         argv = program = _unwrapped(once)
