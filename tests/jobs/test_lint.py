@@ -63,6 +63,7 @@ WRONG = {
     "no-time-to-save": 3,
     "no-time-to-train": 4,
     "no-wait": 5,
+    "open-quote": 4,
     "option-twice": 5,
     "manual-rank-world-size": 5,
     "manual-rank": 5,

@@ -53,7 +53,8 @@ RULES: dict[str, Callable[[LintedScript], Iterator[Found]]] = {
     "no-time-to-train": about_signals.no_time_to_train,
     "log-truncated": about_signals.log_truncated,
     "requeue-revives": about_signals.requeue_revives,
-    # Variables and paths.
+    # Quotes, variables and paths.
+    "open-quote": about_environment.open_quote,
     "export-none": about_environment.export_none,
     "sbatch-in-job": about_environment.sbatch_in_job,
     "manual-rank": about_environment.manual_rank,

@@ -1,4 +1,4 @@
-"""Rules on variables and paths: the environment of tasks, and the path of the running script."""
+"""Rules on quotes, variables and paths: the environment of tasks, the path of the script."""
 
 import re
 from collections.abc import Iterator
@@ -26,6 +26,15 @@ _HARMLESS_COMMANDS = frozenset(
 
 def _exported(script: LintedScript, name: str) -> Assignment | None:
     return script.shell.get(name) if script.exports(name) else None
+
+
+def open_quote(script: LintedScript) -> Iterator[Found]:
+    """Find a quote that is not closed, at which bash ends with an error (bash(1), QUOTING)."""
+    # Here-documents in $(…), and quotes with a backslash in them, are not looked at.
+    certain = "<<" not in script.text and "$'" not in script.text
+    if script.shell.open_quote and certain:
+        reason = "this quote is not closed, and bash ends here with an error"
+        yield script.shell.open_quote, reason, "type the other quote", "shellcheck SCRIPT"
 
 
 def export_none(script: LintedScript) -> Iterator[Found]:

@@ -103,6 +103,7 @@ class Shell:
         assignments: assignments in order.
         exported: names of exported variables.
         in_background: whether there is any &.
+        open_quote: line number of a quote that is not closed; 0 if there is none.
     """
 
     commands: list[Command] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Shell:
     assignments: list[Assignment] = field(default_factory=list)
     exported: set[str] = field(default_factory=set)
     in_background: bool = False
+    open_quote: int = 0
 
     def get(self, name: str) -> Assignment | None:
         """Return the assignment of a variable; None if its value is not certain."""
@@ -181,6 +183,8 @@ class _Reader:
                 self.redirection = text.lstrip("0123456789")
             elif kind == "operator":
                 self.operator(text)
+            elif text in ("'", '"'):
+                self.shell.open_quote = self.shell.open_quote or self.line
             elif kind == "word":
                 self.take(text)
             self.line += self.original.count("\n", start, self.at)
