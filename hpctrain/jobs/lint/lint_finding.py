@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.texts import printable
 
-__all__ = ["LintFinding", "shown"]
+__all__ = ["Found", "LintFinding", "shown"]
 
 _LONGEST = 60
+
+#: What a rule yields: line number, reason, and one or more fixes.
+Found = tuple[int, str, *tuple[str, ...]]
 
 
 @dataclass(frozen=True, order=True)

@@ -2,15 +2,11 @@
 
 from hpctrain.cluster.texts import nearest
 
-__all__ = ["SHORT", "SRUN_ONLY", "argument", "long_name", "similar"]
-
-
-def _listed(names: str) -> list[str]:
-    return names.split()
-
+__all__ = ["KINDS", "SHORT", "SRUN_ONLY", "long_name", "similar"]
 
 # sbatch --help and getopt's own lists of 22.05; those of later releases from their sbatch(1).
-_REQUIRED = _listed("""
+_BY_KIND = {
+    "required": """
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
 container context core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
 delay-boot dependency distribution error exclude export export-file extra-node-info gid gpu-bind
@@ -21,16 +17,15 @@ ntasks-per-socket open-mode output partition power prefer priority profile qos r
 sockets-per-node switches thread-spec threads-per-core time time-min tmp uid
 wait-all-nodes wckey wrap container-id extra segment tres-bind tres-per-task
 container-image container-mounts container-workdir container-name
-""")
-_OPTIONAL = _listed("""
-exclusive get-user-env nice no-kill parsable propagate oom-kill-step resv-ports
-""")
-_NONE = _listed("""
+""",
+    "optional": "exclusive get-user-env nice no-kill parsable propagate oom-kill-step resv-ports",
+    "none": """
 contiguous help hold ignore-pbs no-requeue overcommit oversubscribe quiet reboot requeue
 spread-job test-only usage use-min-nodes verbose version wait stepmgr consolidate-segments
 spread-segments container-mount-home no-container-mount-home container-writable
 container-readonly container-remap-root no-container-remap-root
-""")
+""",
+}
 # Other names of the same option.
 _ALIASES = {
     "cluster": "clusters",
@@ -38,50 +33,18 @@ _ALIASES = {
     "tasks": "ntasks",
     "tasks-per-node": "ntasks-per-node",
 }
-_KINDS = (
-    dict.fromkeys(_REQUIRED, "required")
-    | dict.fromkeys(_OPTIONAL, "optional")
-    | dict.fromkeys(_NONE, "none")
-)
-_NAMES = sorted({*_KINDS, *_ALIASES})
+#: Whether a long option has an argument: "required", "optional" (after =) or "none".
+KINDS = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
+_NAMES = sorted({*KINDS, *_ALIASES})
 
+_SHORT = """
+a:array A:account b:begin B:extra-node-info c:cpus-per-task C:constraint d:dependency D:chdir
+e:error F:nodefile G:gpus h:help H:hold i:input J:job-name k:no-kill L:licenses m:distribution
+M:clusters n:ntasks N:nodes o:output O:overcommit p:partition q:qos Q:quiet s:oversubscribe
+S:core-spec t:time v:verbose V:version w:nodelist W:wait x:exclude
+"""
 #: The long names of the short options.
-SHORT = {
-    "a": "array",
-    "A": "account",
-    "b": "begin",
-    "B": "extra-node-info",
-    "c": "cpus-per-task",
-    "C": "constraint",
-    "d": "dependency",
-    "D": "chdir",
-    "e": "error",
-    "F": "nodefile",
-    "G": "gpus",
-    "h": "help",
-    "H": "hold",
-    "i": "input",
-    "J": "job-name",
-    "k": "no-kill",
-    "L": "licenses",
-    "m": "distribution",
-    "M": "clusters",
-    "n": "ntasks",
-    "N": "nodes",
-    "o": "output",
-    "O": "overcommit",
-    "p": "partition",
-    "q": "qos",
-    "Q": "quiet",
-    "s": "oversubscribe",
-    "S": "core-spec",
-    "t": "time",
-    "v": "verbose",
-    "V": "version",
-    "w": "nodelist",
-    "W": "wait",
-    "x": "exclude",
-}
+SHORT = dict(pair.split(":") for pair in _SHORT.split())
 
 #: Options that srun has and sbatch refuses, and old ones, with what to type instead.
 SRUN_ONLY = {
@@ -110,15 +73,10 @@ def long_name(given: str) -> str | None:
     Args:
         given: name without the hyphens.
     """
-    if given in _ALIASES or given in _KINDS:
+    if given in _ALIASES or given in KINDS:
         return _ALIASES.get(given, given)
     meant = {_ALIASES.get(name, name) for name in _NAMES if given and name.startswith(given)}
     return meant.pop() if len(meant) == 1 else None
-
-
-def argument(name: str) -> str:
-    """Return the kind of a long option's argument: "required", "optional" (after =) or "none"."""
-    return _KINDS[name]
 
 
 def similar(given: str) -> list[str]:
