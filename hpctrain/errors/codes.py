@@ -1501,7 +1501,6 @@ CODES: dict[str, Code] = {
         (
             "The file system or the memory has too little room for the state and its copies.",
             "The directory is not writable, or a quota is used up.",
-            "The file system is so slow that the other ranks could reach their time-out.",
         ),
         "Give a smaller `--size`, or `--run-dir DIR` on another file system.",
     ),
@@ -1525,7 +1524,7 @@ CODES: dict[str, Code] = {
         "`hpctrain bench` cannot write its results to the file of `--json`.",
         (
             "The folder does not exist or is not writable.",
-            "The path is a folder, a device, a pipe, or the output of the command itself.",
+            "The path is a folder, a device or a pipe.",
             "The file system is full.",
         ),
         "Choose another file: `--json FILE`.",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.tools.bench.measure import busbw, compare, describe, spell, table
+from hpctrain.tools.bench import baseline
+from hpctrain.tools.bench.measure import compare, describe, spell, table
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
@@ -63,20 +64,20 @@ def _refuse(sizes: Sequence[int], world: int) -> None:
 
 def _of_size(session: Session, size: int, seconds: float) -> Times:
     """Return the seconds of a call for each arm, one value per round."""
-    backend, raw = session.backend, session.backend.baseline()
+    backend, direct = session.backend, baseline.direct_sum(session.backend)
     tensor = torch.zeros(size // _NUMBER, device=session.device)
     other = torch.empty_like(tensor)
     actions = {
-        RAW: lambda: raw.sum(tensor),
+        RAW: lambda: direct(tensor),
         OURS: lambda: backend.sum(tensor),
         COPY: lambda: other.copy_(tensor),
     }
     calls = {
-        name: calls_for(session, actions[name], _BLOCK_SECONDS, _MOST_CALLS) for name in (RAW, COPY)
+        name: calls_for(session, action, _BLOCK_SECONDS, _MOST_CALLS)
+        for name, action in actions.items()
     }
     calls[OURS] = calls[RAW]
     arms = {name: partial(timed, session.device, actions[name], calls[name]) for name in actions}
-    timed(session.device, actions[OURS], 2)
     return in_turns(session, arms, seconds)
 
 
@@ -88,26 +89,27 @@ def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[st
         times: seconds of a call at the slowest rank for each arm, one value per round.
         ranks: world size.
     """
-    arms: dict[str, dict[str, Any]] = compare(times, RAW, "us", 1e6)
-    for arm in (RAW, OURS):
-        speed = size / arms[arm]["us"]["median"] * 1e6
-        arms[arm] |= {"algbw": speed / 1e9, "busbw": busbw(speed, ranks) / 1e9}
-    arms[COPY]["gigabytes_per_second"] = size / arms[COPY]["us"]["median"] / 1e3
+    arms = compare(times, RAW, "us", 1e6)
+    for arm in arms.values():
+        arm["algbw"] = size / arm["us"]["median"] / 1e3
+    for name in (RAW, OURS):  # factor: PERFORMANCE.md of NVIDIA's nccl-tests
+        arms[name]["busbw"] = arms[name]["algbw"] * 2 * (ranks - 1) / ranks
     return {"bytes": size, "arms": arms}
 
 
 def show(found: dict[str, Any]) -> str:
     """Format the results as a table with a row for each size."""
-    head = (
-        "size",
-        "raw call, µs",
-        "hpctrain, µs",
-        "ratio",
-        "algbw GB/s",
-        "busbw GB/s",
-        "copy GB/s",
-    )
-    rows = [head]
+    rows = [
+        (
+            "size",
+            "raw call, µs",
+            "hpctrain, µs",
+            "ratio",
+            "algbw GB/s",
+            "busbw GB/s",
+            "copy GB/s",
+        )
+    ]
     for result in found["results"]:
         raw, ours, copy = (result["arms"][name] for name in (RAW, OURS, COPY))
         rows.append(
@@ -118,7 +120,7 @@ def show(found: dict[str, Any]) -> str:
                 describe(ours["ratio"], ".3f"),
                 f"{ours['algbw']:.3g}",
                 f"{ours['busbw']:.3g}",
-                f"{copy['gigabytes_per_second']:.3g}",
+                f"{copy['algbw']:.3g}",
             )
         )
     return "\n".join(

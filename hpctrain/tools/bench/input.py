@@ -1,6 +1,8 @@
 """Benchmark of the input: images per second to the device, by the number of loader workers."""
 
 import argparse
+import importlib
+import io
 import itertools
 import os
 import time
@@ -8,29 +10,82 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from hpctrain import data
 from hpctrain.data.images.decoding import CorruptError, find
 from hpctrain.data.shards import Source
 from hpctrain.errors import DataError, UsageError
 from hpctrain.tools.bench.measure import compare, describe, summary, table
-from hpctrain.tools.bench.pictures import Pictures
-from hpctrain.tools.bench.turns import Times, in_turns, slowest
+from hpctrain.tools.bench.turns import Times, finish, in_turns, slowest
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["evaluate", "measure", "numbers_of_workers", "show"]
+__all__ = ["Pictures", "evaluate", "measure", "numbers_of_workers", "show"]
 
 DECODE = "decoded, no loader"
 SYNTHETIC = "synthetic"
 _SIDE = 224
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-_PICTURES = 100_000
 _BLOCK_SECONDS = 1.0
 # A round is one batch of each worker. Each worker starts with tasks for two batches.
 _ROUNDS_BEFORE = 2
 _LEAST_ROUNDS = 3
+
+
+class Pictures:
+    """Source of synthetic images in memory: noise with pixels and bytes as those of ImageNet.
+
+    Eight files of 500 × 375 pixels and about 110 kB repeat. They decode as slowly as a photograph
+    of as many bytes, but all images of a data set are of one size.
+
+    Args:
+        length: number of images.
+
+    Attributes:
+        classes: names of the classes.
+        place: place of the images, for messages.
+
+    Raises:
+        UsageError: Pillow, which creates the images, is not installed.
+    """
+
+    place = "memory"
+
+    def __init__(self, length: int = 100_000) -> None:
+        self.classes = ["one", "other"]
+        self._length = length
+        self._files = [_noise() for _ in range(8)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, index: int) -> bytes:
+        """Return the JPEG file of an image."""
+        return self._files[index % len(self._files)]
+
+    def target(self, index: int) -> int:
+        """Return the class number of an image."""
+        return index % len(self.classes)
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages."""
+        return f"picture {index}"
+
+
+def _noise() -> bytes:
+    """Return a JPEG file of grains of two pixels."""
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise UsageError(
+            "HT905",
+            f"synthetic images, but Pillow cannot be imported: {error}",
+            "Pillow, which creates them",
+            "pip install 'hpctrain[vision]'",
+        ) from None
+    bands = [image.effect_noise((250, 188), 40).resize((500, 375)) for _ in range(3)]
+    buffer = io.BytesIO()
+    image.merge("RGB", bands).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
 
 
 class _Endless(data.TrainingSampler):
@@ -101,24 +156,19 @@ class _LoadingArms:
         )
         batches, a_round = iter(loader), max(workers, 1)
         _take(batches, _ROUNDS_BEFORE * a_round)
-        self._finish()
+        finish(session.device)
         begin, rounds, seconds = time.perf_counter(), 0, 0.0
         while seconds < _BLOCK_SECONDS or rounds < _LEAST_ROUNDS:
             _take(batches, a_round)
             rounds += 1
             seconds = time.perf_counter() - begin
-        self._finish()
-        samples = rounds * a_round * session.batches.batch_size
-        return (time.perf_counter() - begin) / samples
+        finish(session.device)
+        return (time.perf_counter() - begin) / (rounds * a_round * session.batches.batch_size)
 
     def _new_order(self) -> data.TrainingSampler:
         """Return the samples of this rank in a new order, so that each block starts with others."""
         self._sampler.epoch += 1
         return self._sampler
-
-    def _finish(self) -> None:
-        if self._session.device.type == "cuda":
-            torch.cuda.synchronize(self._session.device)
 
 
 def _take(batches: Iterator[Any], count: int) -> None:
@@ -137,7 +187,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: there are no images, fewer than one step takes, or no decoder.
     """
-    source = _source(arguments.data)
+    synthetic = arguments.data == SYNTHETIC
+    source = Pictures() if synthetic else data.image_source(arguments.data, "train")
     _refuse_few(source, session)
     arms = _LoadingArms(session, source)
     cores = min(len(os.sched_getaffinity(0)), session.workers + 1)
@@ -157,10 +208,6 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         "need": arguments.need,
         **evaluate(ranks, size, numbers, arguments.need),
     }
-
-
-def _source(path: str) -> Source:
-    return Pictures(_PICTURES) if path == SYNTHETIC else data.image_source(path, "train")
 
 
 def _refuse_few(source: Source, session: Session) -> None:
@@ -203,9 +250,7 @@ def evaluate(
         numbers: numbers of workers that were tried.
         need: images per second that the steps of a rank need; None where not given.
     """
-    arms: dict[str, dict[str, Any]] = compare(
-        slowest(ranks), DECODE, "ms_per_batch", 1e3 * batch_size
-    )
+    arms = compare(slowest(ranks), DECODE, "ms_per_batch", 1e3 * batch_size)
     for name, arm in arms.items():
         rounds = zip(*(times[name] for times in ranks), strict=True)
         arm["images_per_second"] = summary([sum(1 / own for own in row) for row in rounds])

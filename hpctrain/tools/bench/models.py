@@ -14,8 +14,6 @@ __all__ = ["batch_of", "choose", "maker"]
 
 SMALL = "small"
 _LARGE = "resnet50"
-# Pixels per side and number of classes: True for the small model, False for the others.
-_SHAPES = {True: (32, 10), False: (224, 1000)}
 
 
 def choose(given: str | None, device: torch.device) -> str:
@@ -26,19 +24,13 @@ def choose(given: str | None, device: torch.device) -> str:
     Raises:
         UsageError: no model has that name, or torchvision, which provides it, is missing.
     """
+    zoo = _zoo() if given != SMALL else None
     if given is None:
-        return _LARGE if device.type == "cuda" and _zoo() is not None else SMALL
+        return _LARGE if device.type == "cuda" and zoo else SMALL
     if given == SMALL:
         return given
-    zoo = _zoo()
     if zoo is None:
-        raise UsageError(
-            "HT905",
-            f"--model {given}, but torchvision cannot be imported",
-            "torchvision, which has the model",
-            "pip install 'hpctrain[vision]'",
-            "--model small",
-        )
+        raise _missing(f"--model {given}, but torchvision cannot be imported")
     names = zoo.list_models(module=zoo)
     if given not in names:
         raise UsageError(
@@ -62,14 +54,8 @@ def maker(name: str) -> Callable[[], nn.Module]:
     if name == SMALL:
         return _small
     zoo = _zoo()
-    if zoo is None:  # missing on this rank, but not at rank 0
-        raise UsageError(
-            "HT905",
-            "torchvision cannot be imported here, but it can at rank 0",
-            "the same packages on all hosts",
-            "pip install 'hpctrain[vision]'",
-            "--model small",
-        )
+    if zoo is None:
+        raise _missing("torchvision cannot be imported here, but it can at rank 0")
     # Leave out their second output, which is for training only: the step's loss does not use it.
     two = name in ("googlenet", "inception_v3")
     more = {"aux_logits": False, "init_weights": True} if two else {}
@@ -78,7 +64,7 @@ def maker(name: str) -> Callable[[], nn.Module]:
 
 def batch_of(name: str, session: Session) -> tuple[Tensor, Tensor]:
     """Return random images (samples, 3, side, side) and targets (samples) on the device."""
-    side, classes = _SHAPES[name == SMALL]
+    side, classes = (32, 10) if name == SMALL else (224, 1000)
     samples = session.batches.batch_size
     images, targets = torch.randn(samples, 3, side, side), torch.randint(classes, (samples,))
     batch: tuple[Tensor, Tensor] = session.placement((images, targets))
@@ -101,3 +87,13 @@ def _zoo() -> ModuleType | None:
         return None
     found: ModuleType = models
     return found
+
+
+def _missing(found: str) -> UsageError:
+    return UsageError(
+        "HT905",
+        found,
+        "torchvision, which has the model, on all hosts",
+        "pip install 'hpctrain[vision]'",
+        "--model small",
+    )

@@ -1,18 +1,15 @@
 """`hpctrain bench WHAT`: opens a session and measures; rank 0 prints and saves the results."""
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hpctrain import rundir
 from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools.bench import allreduce, checkpoint, input, step
@@ -22,8 +19,9 @@ from hpctrain.training.session import Session
 
 __all__ = ["execute", "title"]
 
-# Timeout of the session in seconds; no collective of a measurement waits longer.
-_TIMEOUT = 300.0
+# Timeout of the session in seconds. In `bench checkpoint`, the other ranks wait for rank 0, which
+# writes a state of any size to a disk of any speed.
+_TIMEOUT, _TIMEOUT_OF_CHECKPOINT = 300.0, 3600.0
 
 
 class _Measurement(Protocol):
@@ -57,13 +55,13 @@ def execute(arguments: argparse.Namespace) -> int:
     kind = _MEASUREMENTS[arguments.what]
     try:
         with _open(arguments) as session:
-            target = on_rank_zero(session.backend, lambda: _target(arguments.json))
+            on_rank_zero(session.backend, lambda: _check_target(arguments.json))
             found = kind.measure(session, arguments)
             if session.is_main:
                 record = {"benchmark": arguments.what, **_about(session), **found}
                 sys.stdout.write(title(record) + kind.show(record) + "\n")
                 sys.stdout.flush()
-                _save(target, record)
+                _save(arguments.json, record)
     except HpctrainError as error:
         if not error.reported_by_rank_0:
             raise
@@ -79,12 +77,13 @@ def _open(arguments: argparse.Namespace) -> Session:
     names = ("backend", "precision", "compile", "batch_size", "start_timeout")
     options = {name: given[name] for name in names if given.get(name) is not None}
     size, workers = 1, "auto" if arguments.what == "input" else 0
+    timeout = _TIMEOUT_OF_CHECKPOINT if arguments.what == "checkpoint" else _TIMEOUT
     if arguments.what == "step":
         # In half precision, ResNet-50 with 128 samples fills a GPU of 16 GB and keeps larger GPUs
         # busy. Do not use torch here: it would look for GPUs before the Session chooses one.
         shown = visible_gpus.visible(os.environ)
         size = 128 if visible_gpus.here() and (shown is None or shown.names) else 32
-    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": _TIMEOUT}
+    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": timeout}
     return Session(**{**defaults, **options})
 
 
@@ -114,51 +113,33 @@ def title(record: dict[str, Any]) -> str:
     )
 
 
-def _target(path: str | None) -> str | None:
-    """Return the path of the file to write, checked before the measurement.
-
-    Links are resolved, because a new file replaces the file.
+def _check_target(path: str | None) -> None:
+    """Check that the file of --json can be written, before anything is measured.
 
     Raises:
-        UsageError: the file cannot be written, or is no regular file (for example a device or a
-            pipe), or is the output of this process.
+        UsageError: the file or its folder is not writable, or the path is a folder, pipe or device.
     """
     if path is None:
-        return None
-    target = os.path.realpath(path)
-    # The resolved path of a pipe behind /dev/fd does not exist, but the given path does.
-    exists = os.path.exists(path) or os.path.lexists(target)
-    if exists and (not os.path.isfile(target) or _printed_to(target)):
-        raise UsageError(
-            "HT904",
-            f"--json {path}, which exists and is no file to replace",
-            "a new file, or one that is replaced",
-            "--json FILE",
-        )
-    if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
+        return
+    exists = os.path.exists(path)
+    place = path if exists else os.path.dirname(os.path.realpath(path))
+    # A write to /dev/stdout would empty the file that the output goes to.
+    special = (exists and not os.path.isfile(path)) or os.path.abspath(path).startswith("/dev/")
+    if special or not os.access(place, os.W_OK):
         raise UsageError(
             "HT904",
             f"--json {path} cannot be written",
-            "a file in an existing folder with write access",
+            "a new file or one to replace, in a folder with write access",
             "--json FILE",
         )
-    return target
-
-
-def _printed_to(target: str) -> bool:
-    """Return whether this process prints to a file, as with /dev/stdout after > FILE."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # the descriptor is closed
-            if os.path.samestat(os.stat(target), os.fstat(descriptor)):
-                return True
-    return False
 
 
 def _save(path: str | None, record: dict[str, Any]) -> None:
     if path is None:
         return
     try:
-        rundir.replace(Path(path), json.dumps(record, indent=1) + "\n")
+        with open(path, "w") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise UsageError(
             "HT904",
