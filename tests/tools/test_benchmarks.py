@@ -42,7 +42,7 @@ def test_every_benchmark_imports_without_its_peers(modules, monkeypatch):
     "path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda p: p.stem
 )
 def test_benchmark_record_has_its_origin_and_outcomes_with_figure_and_target(modules, path):
-    from outcomes import outcomes
+    from figures import outcomes
 
     record = json.loads(path.read_text())
     assert datetime.datetime.fromisoformat(record["date"]).tzinfo is not None
@@ -58,7 +58,7 @@ def test_benchmark_record_has_its_origin_and_outcomes_with_figure_and_target(mod
 
 
 def test_some_benchmark_records_have_outcomes(modules):
-    from outcomes import outcomes
+    from figures import outcomes
 
     results = (json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json"))
     assert sum(len(list(outcomes(record))) for record in results) >= 10
@@ -75,6 +75,22 @@ def test_every_benchmark_is_in_the_command_and_in_the_readme(modules):
     assert {key.value for key in table.keys} == programs
     readme = (BENCHMARKS / "README.md").read_text()
     assert [name for name in programs if f"python benchmarks/{name}.py" not in readme] == []
+
+
+def test_targets_are_judged_on_both_sides_and_by_their_interval(modules):
+    from harness import compare
+
+    series = {"base": {"ms": [10.0] * 9}, "arm": {"ms": [9.0, *[11.0] * 8]}}
+    limits = {"ratio": "≤ 1.02", "more_ms": "≥ 1"}
+    arm = compare(series, "base", ("ratio", "more_ms"), {"arm": limits})["arm"]
+    assert (arm["ratio"]["median"], arm["more_ms"]["median"]) == (1.1, 1.0)
+    assert arm["targets"] == {
+        "ratio": {"limit": "≤ 1.02", "outcome": "missed"},
+        "more_ms": {"limit": "≥ 1", "outcome": "met"},
+    }
+    noisy = {"base": {"ms": [10.0] * 3}, "arm": {"ms": [9.0, 10.0, 11.0]}}
+    arm = compare(noisy, "base", targets={"arm": {"ratio": "≤ 1.02"}})["arm"]
+    assert arm["targets"]["ratio"]["outcome"] == "met, within the noise"
 
 
 @pytest.mark.e2e
