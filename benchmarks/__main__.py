@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from figures import outcomes
 from measure import place, table
+from outcomes import outcomes
 
 HERE = Path(__file__).resolve().parent
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import hpctrain
 from hpctrain.tools.bench.baseline import share
-from hpctrain.tools.bench.measure import spell
 from hpctrain.tools.bench.turns import in_turns, timed
 
 BACKENDS = {"ddp": "torch", "horovod": "horovod"}  # with the package of each
@@ -95,7 +94,7 @@ def rank(arguments: argparse.Namespace) -> Any:
 
 def with_setting(name: str) -> float:
     """Start ranks with one of Horovod's settings, and return the median time."""
-    options = ("--backend", "horovod", "--setting", name)
+    options = ("--backend", "horovod", f"--setting={name}")
     return start(__file__, *options, ranks=2, **SETTINGS[name][1])
 
 
@@ -103,14 +102,10 @@ def sums(backend: str, seconds: float) -> Results:
     """Return the times of single sums by size, as `hpctrain bench` measures them."""
     options = ("--backend", backend, "--sizes", SIZES, "--seconds", str(seconds))
     found = start("-m", "hpctrain", "bench", "allreduce", *options, ranks=2)
-    results: Results = {}
-    for result in found["results"]:
-        base, own = (
-            {"us": arm["us"], "ratio": arm["ratio"]}
-            for arm in (result["arms"]["raw call"], result["arms"]["hpctrain"])
-        )
-        judge(own, "ratio", TARGET)
-        results[spell(result["bytes"])] = {BASELINE: base, HPCTRAIN: own}
+    results: Results = found["results"]
+    for size, arms in results.items():
+        results[size] = {BASELINE: arms["raw call"], HPCTRAIN: arms["hpctrain"]}
+        judge(arms["hpctrain"], "ratio", TARGET)
     return results
 
 

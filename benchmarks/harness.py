@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import outcomes, rows
-from measure import add_save, facts, outcome, save, summary, table
+from measure import add_save, facts, outcome, save, table
+from outcomes import named, outcomes
+
+from hpctrain.tools.bench import figures
+from hpctrain.tools.bench.figures import Results, Series, rows
 
 __all__ = ["ENVIRONMENT", "Results", "compare", "judge", "run", "start"]
-
-# Arms by name, or groups of arms; see `figures`.
-Results = dict[str, Any]
-# Figures of an arm by name, each with one value for each round.
-Series = Mapping[str, Sequence[float]]
 
 # Without bytecode caches, the time of a new process would include the compiler.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -61,7 +59,7 @@ def run(
     record = {"benchmark": Path(parser.prog).stem, **facts(packages)}
     record |= {k: v for k, v in vars(arguments).items() if k not in ("save", "json")}
     record["results"] = measure(arguments)
-    print(table(rows(record)))
+    print(table(rows(named(record))))
     for subject, figure, target, reached in outcomes(record):
         print(f"{subject}: {figure}, target {target}: {reached}")
     print("Medians over rounds, with 95 % intervals; ratios and differences round by round.")
@@ -103,30 +101,24 @@ def compare(
     base: str,
     by: Sequence[str] = ("ratio",),
     targets: Mapping[str, Mapping[str, str]] | None = None,
-) -> Results:
-    """Summarise the figures of each arm, and compare them round by round with those of the base.
+) -> dict[str, Results]:
+    """Compare arms as `figures.compare` does, and judge them.
 
     Args:
         series: figures of each arm.
         base: arm that the others are compared with.
-        by: `ratio`, of the first figure, and `more_FIGURE`, the difference of a figure.
+        by: `ratio`, and `more_FIGURE`.
         targets: by arm, the limit of a figure, such as `{"ratio": "≤ 1.02"}`.
     """
-    results: Results = {}
-    for name, own in series.items():
-        arm = {key: summary(values) for key, values in own.items()}
-        for key in by:
-            figure = next(iter(own)) if key == "ratio" else key.removeprefix("more_")
-            pairs = zip(own[figure], series[base][figure], strict=True)
-            arm[key] = summary([a / b if key == "ratio" else a - b for a, b in pairs])
-        results[name] = arm
-        for key, limit in (targets or {}).get(name, {}).items():
-            judge(arm, key, limit)
+    results = figures.compare(series, base, by)
+    for name, limits in (targets or {}).items():
+        for key, limit in limits.items():
+            judge(results[name], key, limit)
     return results
 
 
 def judge(arm: Results, key: str, limit: str) -> None:
-    """Add a target, such as ≤ 1.02 or ≥ 0.99, and its outcome to an arm."""
+    """Add a target of a figure, such as ≤ 1.02 or ≥ 0.99, and its outcome to an arm."""
     sign, number = limit.split()
     figures, most = arm[key], float(number)
     if sign == "≥":

@@ -43,10 +43,7 @@ def measure(arguments: argparse.Namespace) -> Results:
         given["--seconds"] = arguments.seconds
         options = [str(word) for pair in given.items() for word in pair]
         found = start("-m", "hpctrain", "bench", "step", *CASES[name], *options)
-        results[name] = {
-            arm: {"ms": own["ms"], "ratio": own["ratio"], "images_per_s": own["images_per_second"]}
-            for arm, own in found["arms"].items()
-        }
+        results[name] = found["results"]
         if has_gpu and name != "O2":
             judge(results[name]["hpctrain"], "ratio", TARGET)
     return results

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import outcomes, rows
+from outcomes import named, outcomes
 
 from hpctrain.errors.codes import CODES
+from hpctrain.tools.bench.figures import rows
 
 __all__ = ["TABLES", "Table"]
 
@@ -97,7 +98,7 @@ def benchmark(name: str, top: Path) -> str:
     """Return the tables of a benchmark, each with its machine, date and commit below."""
     tables = []
     for record in newest(top / BENCHMARKS, name):
-        head, *arms = rows(record)
+        head, *arms = rows(named(record))
         cells = [[f"`{arm}`" if "(" in arm else arm, *row] for arm, *row in arms]
         tables.append(f"{_markdown(head, cells)}\n\n{source(record)}")
     return "\n\n".join(tables) or NOT_MEASURED

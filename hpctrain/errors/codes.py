@@ -1555,14 +1555,6 @@ CODES: dict[str, Code] = {
         ),
         "Give a smaller `--batch-size`. Look at `nvidia-smi` for other processes.",
     ),
-    "HT908": Code(
-        "`hpctrain bench input` found a file that cannot be decoded as an image.",
-        (
-            "The copy of the data set is incomplete or damaged.",
-            "The file has another content than its name says.",
-        ),
-        "Copy or download the file again, or give other images with `--data PATH`.",
-    ),
     "HT909": Code(
         "`--data` of `hpctrain bench input` has fewer images than one batch of all ranks.",
         (

@@ -42,7 +42,7 @@ def test_every_benchmark_imports_without_its_peers(modules, monkeypatch):
     "path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda p: p.stem
 )
 def test_benchmark_record_has_its_origin_and_outcomes_with_figure_and_target(modules, path):
-    from figures import outcomes
+    from outcomes import outcomes
 
     record = json.loads(path.read_text())
     assert datetime.datetime.fromisoformat(record["date"]).tzinfo is not None
@@ -58,7 +58,7 @@ def test_benchmark_record_has_its_origin_and_outcomes_with_figure_and_target(mod
 
 
 def test_some_benchmark_records_have_outcomes(modules):
-    from figures import outcomes
+    from outcomes import outcomes
 
     results = (json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json"))
     assert sum(len(list(outcomes(record))) for record in results) >= 10

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,24 +21,25 @@ from hpctrain.checkpoint.available_memory import available
 from hpctrain.cluster.env_vars import RUN_DIR
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
-from hpctrain.tools.bench.measure import compare, describe, spell, table
+from hpctrain.tools.bench.figures import Results, Series, compare
+from hpctrain.tools.bench.measure import spell
 from hpctrain.tools.bench.turns import in_turns
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["BASE", "OURS", "Save", "Saves", "evaluate", "measure", "refuse_size", "show", "timed"]
+__all__ = ["BASE", "OURS", "Save", "Saves", "measure", "refuse_size", "timed"]
 
 T = TypeVar("T")
 # Begins to save, and returns a function that waits until all is on the disk.
 Save = Callable[[], Callable[[], Any]]
 
-BASE, OURS, WRITE, COPY = "torch.save, fsync", "hpctrain", "raw write, fsync", "memory copy"
+BASE, OURS, WRITE = "torch.save, fsync", "hpctrain", "raw write, fsync"
 _DEFAULT = 200 * 10**6  # about a checkpoint of ResNet-50 with momentum
 _TENSORS = 160  # about the number of weight tensors of ResNet-50
 # The previous checkpoint stays until the new one is complete.
 _ROOM = 2.2
-# The state, its copy in the writer, the bytes of the raw write, and their copy.
-_COPIES = 4
+# The state, its copy in the writer, and the bytes of the raw write.
+_COPIES = 3
 _LEAST = 10**4
 
 
@@ -60,7 +61,6 @@ class Saves:
         )
         self.state: dict[str, Any] = {"model": weights, "optimizer": {"momentum": momenta}}
         self._bytes = torch.full((size,), 17, dtype=torch.uint8)
-        self._copy = torch.empty_like(self._bytes)
         self._writer = Writer(RunDirectory(folder / "run"), keep=1)
         self._step = 0
 
@@ -81,11 +81,6 @@ class Saves:
     def raw(self) -> Callable[[], Any]:
         """Write the same number of bytes, to measure the file system alone."""
         write(self.folder / "raw", self._bytes)
-        return lambda: None
-
-    def copy(self) -> Callable[[], Any]:
-        """Copy the same number of bytes, to measure the memory of the host."""
-        self._copy.copy_(self._bytes)
         return lambda: None
 
     def clear(self) -> None:
@@ -121,7 +116,7 @@ def timed(save: Save) -> tuple[float, float]:
     return pause, time.perf_counter() - begin
 
 
-def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(session: Session, arguments: argparse.Namespace) -> Results:
     """Measure pauses and the times until all is on the disk; all ranks must call this together.
 
     Args:
@@ -132,7 +127,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         UsageError: disk space or memory does not suffice, or the directory is not writable.
     """
     opened: list[Saves] = []  # empty at all ranks but rank 0
-    pauses: list[float] = []
+    stalls: dict[str, list[float]] = {name: [] for name in (BASE, OURS, WRITE)}
 
     def open_saves() -> tuple[str, int]:
         path = Path(arguments.run_dir or os.environ.get(RUN_DIR) or "runs").absolute()
@@ -149,11 +144,9 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     def save(name: str) -> float:
         saves = opened[0]
         saves.clear()
-        pause, seconds = timed(
-            {BASE: saves.by_torch, OURS: saves.ours, WRITE: saves.raw, COPY: saves.copy}[name]
-        )
-        if name == OURS:
-            pauses.append(pause)
+        save = {BASE: saves.by_torch, OURS: saves.ours, WRITE: saves.raw}[name]
+        stall, seconds = timed(save)
+        stalls[name].append(stall)
         return seconds
 
     def turn(name: str) -> float:
@@ -161,12 +154,23 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 
     with ExitStack() as undo:
         path, size = on_rank_zero(session.backend, lambda: _as_usage_error(open_saves))
-        arms = {name: partial(turn, name) for name in (BASE, OURS, WRITE, COPY)}
+        arms = {name: partial(turn, name) for name in stalls}
         in_turns(session, arms, 0.0, 1)  # warm-up: memory is allocated, and directories are created
         times = in_turns(session, arms, arguments.seconds)
-        if not session.is_main:
-            return {}
-        return {"path": path, "bytes": size, **evaluate(size, times, pauses[1:])}
+    series: dict[str, Series] = {
+        name: {"stall_s": stalls[name][1:], "whole_s": own} for name, own in times.items()
+    }
+    if not session.is_main:
+        return {}
+    results = compare(series, BASE)
+    for arm in results.values():
+        arm["gb_per_s"] = size / arm["whole_s"]["median"] / 1e9
+    return {
+        "path": path,
+        "bytes": size,
+        "title": f"{spell(size)}, half weights and half momenta, in {path}",
+        "results": results,
+    }
 
 
 def _as_usage_error(function: Callable[[], T]) -> T:
@@ -189,20 +193,14 @@ def _as_usage_error(function: Callable[[], T]) -> T:
 
 
 def _fitting(free: int, memory: int | None) -> int:
-    """Return the default size, or a smaller one that takes half of the room; one digit and zeros.
+    """Return the default size, or a smaller one that takes half of the room.
 
     Args:
         free: free bytes on the file system.
         memory: bytes of memory that this process may use; None where unknown.
     """
     room = [free / _ROOM, *([memory / _COPIES] if memory is not None else [])]
-    return max(_rounded(min(_DEFAULT, min(room) / 2)), _LEAST)
-
-
-def _rounded(number: float) -> int:
-    """Round a number down to one digit and zeros."""
-    digits = str(int(number))
-    return int(digits[0] + "0" * (len(digits) - 1))
+    return max(min(_DEFAULT, int(min(room) / 2)), _LEAST)
 
 
 def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
@@ -229,50 +227,6 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
                 f"{spell(room)} are free {where}, but a state of {spell(size)} needs "
                 f"{spell(size * factor)}",
                 "room for the state and its copies",
-                f"--size {spell(_rounded(room / factor)).replace(' ', '')}",
+                f"--size {spell(room / factor / 2).replace(' ', '')}",
                 "" if where == "of memory" else "--run-dir DIR on another file system",
             )
-
-
-def evaluate(
-    size: int, times: Mapping[str, list[float]], pauses: Sequence[float]
-) -> dict[str, Any]:
-    """Summarise the results of the arms.
-
-    Args:
-        size: bytes of the state.
-        times: seconds until all is on the disk for each arm, one value per round.
-        pauses: seconds that training waited for hpctrain; for torch.save it waits the whole time.
-    """
-    arms = compare(times, BASE, "seconds")
-    for arm in arms.values():
-        arm["gigabytes_per_second"] = size / arm["seconds"]["median"] / 1e9
-    pause = compare({BASE: times[BASE], OURS: pauses}, BASE, "seconds")[OURS]
-    return {"arms": arms, "pause": pause}
-
-
-def show(found: dict[str, Any]) -> str:
-    """Format the results as a table with a row for each arm."""
-    rows = [("", "training waits, s", "on the disk, s", "ratio", "GB/s")]
-    for name, arm in found["arms"].items():
-        pause = {BASE: arm["seconds"], OURS: found["pause"]["seconds"]}.get(name)
-        rows.append(
-            (
-                name,
-                describe(pause, ".3f") if pause else "",
-                describe(arm["seconds"], ".3f"),
-                describe(arm["ratio"], ".3f") if name != BASE else "",
-                f"{arm['gigabytes_per_second']:.3g}",
-            )
-        )
-    ratio = describe(found["pause"]["ratio"], ".3f")
-    return "\n".join(
-        [
-            f"{spell(found['bytes'])}, half weights and half momenta, in {found['path']}",
-            "",
-            table(rows),
-            "",
-            "Medians over rounds, with 95 % intervals; ratios round by round.",
-            f"Training waits {ratio} of the time that it waits for {BASE}.",
-        ]
-    )

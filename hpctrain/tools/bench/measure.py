@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
-    "compare",
     "describe",
     "facts",
     "order",
@@ -65,26 +64,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
         "low": ordered[left_out],
         "high": ordered[count - 1 - left_out],
         "count": count,
-    }
-
-
-def compare(
-    times: Mapping[str, Sequence[float]], base: str, unit: str, factor: float = 1.0
-) -> dict[str, dict[str, Any]]:
-    """Summarise the times of each arm, and their ratios to the base arm's times in the same round.
-
-    Args:
-        times: times of each arm, one for each round.
-        base: arm that the others are compared with.
-        unit: name of the times in the result.
-        factor: factor that converts the times to that unit.
-    """
-    return {
-        name: {
-            unit: summary([time * factor for time in own]),
-            "ratio": summary([a / b for a, b in zip(own, times[base], strict=True)]),
-        }
-        for name, own in times.items()
     }
 
 

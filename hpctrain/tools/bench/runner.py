@@ -5,40 +5,33 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools.bench import allreduce, checkpoint, input, step
-from hpctrain.tools.bench.measure import facts
+from hpctrain.tools.bench.figures import Results, rows
+from hpctrain.tools.bench.measure import facts, table
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["execute", "title"]
+__all__ = ["execute", "show"]
 
 # Timeout of the session in seconds. In `bench checkpoint`, the other ranks wait for rank 0, which
 # writes a state of any size to a disk of any speed.
 _TIMEOUT, _TIMEOUT_OF_CHECKPOINT = 300.0, 3600.0
 
 
-class _Measurement(Protocol):
-    """Interface of the benchmark modules."""
-
-    def measure(self, session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-        """Measure, and return the results at rank 0; all ranks must call this together."""
-
-    def show(self, found: dict[str, Any]) -> str:
-        """Format the results as text."""
-
-
-_MEASUREMENTS: dict[str, _Measurement] = {
-    "step": step,
-    "allreduce": allreduce,
-    "input": input,
-    "checkpoint": checkpoint,
+# Measure, and return the results at rank 0; all ranks must call this together.
+_MEASUREMENTS: dict[str, Callable[[Session, argparse.Namespace], Results]] = {
+    "step": step.measure,
+    "allreduce": allreduce.measure,
+    "input": input.measure,
+    "checkpoint": checkpoint.measure,
 }
 
 
@@ -52,14 +45,14 @@ def execute(arguments: argparse.Namespace) -> int:
         HpctrainError: an error at rank 0, or an error at another rank that rank 0 did not report.
         Stopped: a rank received a stop request.
     """
-    kind = _MEASUREMENTS[arguments.what]
+    measure = _MEASUREMENTS[arguments.what]
     try:
         with _open(arguments) as session:
             on_rank_zero(session.backend, lambda: _check_target(arguments.json))
-            found = kind.measure(session, arguments)
+            found = measure(session, arguments)
             if session.is_main:
                 record = {"benchmark": arguments.what, **_about(session), **found}
-                sys.stdout.write(title(record) + kind.show(record) + "\n")
+                sys.stdout.write(show(record))
                 sys.stdout.flush()
                 _save(arguments.json, record)
     except HpctrainError as error:
@@ -100,8 +93,8 @@ def _about(session: Session) -> dict[str, Any]:
     }
 
 
-def title(record: dict[str, Any]) -> str:
-    """Return two lines that describe the benchmark, the ranks, the machine, and the versions."""
+def show(record: dict[str, Any]) -> str:
+    """Return the results as text: what was measured and where, a table, and notes."""
     world, machine = record["world"], record["machine"]
     ranks, hosts = world["world_size"], world["num_nodes"]
     device = record["device"] if record["device"] != "cpu" else machine["cpu"]
@@ -109,7 +102,10 @@ def title(record: dict[str, Any]) -> str:
         f"{record['benchmark']}: {ranks} rank{'s' * (ranks > 1)} on {hosts} "
         f"host{'s' * (hosts > 1)}, {record['backend']} over {record['transport']}, {device}, "
         f"{machine['cores']} cores of rank 0\n"
-        f"torch {record['versions']['torch']}, {record['date']}\n\n"
+        f"torch {record['versions']['torch']}, {record['date']}\n"
+        f"{record['title']}\n\n{table(rows(record['results']))}\n\n"
+        "Medians over rounds, with 95 % intervals; ratios round by round.\n"
+        + (f"{record['notes']}\n" if "notes" in record else "")
     )
 
 

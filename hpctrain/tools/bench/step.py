@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from hpctrain.backends.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench import baseline, models
-from hpctrain.tools.bench.measure import compare, describe, spell, table
+from hpctrain.tools.bench.figures import Results, compare
+from hpctrain.tools.bench.measure import describe
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["HALF", "Batches", "Step", "by_hand", "evaluate", "measure", "show", "with_session"]
+__all__ = ["HALF", "Batches", "Step", "by_hand", "measure", "with_session"]
 
 # Type of the baseline's autocast in each precision that has one. O2 has no loop in plain torch.
 HALF = {
@@ -139,7 +140,7 @@ class _Arm:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
 
-def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(session: Session, arguments: argparse.Namespace) -> Results:
     """Measure step time, throughput and memory; all ranks must call this together.
 
     Args:
@@ -149,28 +150,33 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: the model is not available, or does not fit in memory.
     """
-    name = on_rank_zero(session.backend, lambda: models.choose(arguments.model, session.device))
+    choice = arguments.model
+    model = on_rank_zero(session.backend, lambda: models.choose(choice, session.device))
+    size, precision = session.batches.batch_size, session.precision.name
     try:
-        times, peaks = _measure(session, name, arguments.seconds)
+        own = _measure(session, model, arguments.seconds)
     except torch.OutOfMemoryError as error:
-        size = session.batches.batch_size
         raise UsageError(
             "HT907",
-            f"no room for a step of {name} with {size} samples: {str(error).splitlines()[0]}",
+            f"no room for a step of {model} with {size} samples: {str(error).splitlines()[0]}",
             "a step that fits the memory of the device",
             f"--batch-size {max(size // 2, 1)}",
         ) from None
-    ranks = session.backend.gather_object((times, peaks))
+    ranks = session.backend.gather_object(own)
     if not session.is_main:
         return {}
-    size = session.batches.batch_size
-    return {
-        "model": name,
-        "batch_size": size,
-        "precision": session.precision.name,
+    options = {
         "compile": session.options.compile,
         "channels_last": session.placement.channels_last,
-        **evaluate(slowest([own[0] for own in ranks]), [own[1] for own in ranks], size),
+    }
+    words = [f"{size} samples of a rank", precision, *(name for name in options if options[name])]
+    return {
+        "title": f"{model}, {', '.join(words)}",
+        "model": model,
+        "batch_size": size,
+        "precision": precision,
+        **options,
+        **evaluate(slowest([times for times, _ in ranks]), [peaks for _, peaks in ranks], size),
     }
 
 
@@ -208,9 +214,7 @@ def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[s
     return times, {name: arm.peak for name, arm in arms.items()}
 
 
-def evaluate(
-    times: Mapping[str, list[float]], peaks: Sequence[Mapping[str, int]], samples: int
-) -> dict[str, Any]:
+def evaluate(times: Times, peaks: Sequence[Mapping[str, int]], samples: int) -> Results:
     """Summarise the results of the arms.
 
     Args:
@@ -218,45 +222,15 @@ def evaluate(
         peaks: for each rank, the peak bytes on the device of each arm; 0 where unknown.
         samples: number of samples of a rank in a step.
     """
-    arms = compare(times, BASELINE, "ms", 1e3)
-    for name, arm in arms.items():
-        arm["images_per_second"] = samples * len(peaks) / arm["ms"]["median"] * 1e3
-        arm["images_per_second_of_a_rank"] = arm["images_per_second"] / len(peaks)
-        arm["peak_memory"] = max(peak[name] for peak in peaks) or None
-    found: dict[str, Any] = {"arms": arms, "scaling": None}
-    if ALONE in times:
-        scaling = compare({OURS: times[ALONE], BASELINE: times[OURS]}, BASELINE, "ms")
-        found["scaling"] = scaling[OURS]["ratio"]
-    return found
-
-
-def show(found: dict[str, Any]) -> str:
-    """Format the results as a table with a row for each loop."""
-    rows = [["loop", "ms per step", "ratio", "images/s", "of a rank", "peak memory"]]
-    for name, arm in found["arms"].items():
-        rows.append(
-            [
-                name,
-                describe(arm["ms"], ".2f"),
-                describe(arm["ratio"], ".3f") if name != BASELINE else "",
-                f"{arm['images_per_second']:,.0f}",
-                f"{arm['images_per_second_of_a_rank']:,.0f}",
-                spell(arm["peak_memory"] or 0),
-            ]
-        )
-    if not found["arms"][OURS]["peak_memory"]:
-        rows = [row[:-1] for row in rows]
-    options = "".join(f", {name}" for name in ("compile", "channels_last") if found[name])
-    lines = [
-        f"{found['model']}, {found['batch_size']} samples of a rank, {found['precision']}{options}",
-        "",
-        table(rows),
-        "",
-        "Medians over rounds at the slowest rank, with 95 % intervals; ratios round by round.",
-    ]
-    if found["scaling"]:
-        lines.append(
-            "Scaling: without communication, a step takes "
-            f"{describe(found['scaling'], '.3f')} of hpctrain's time."
-        )
-    return "\n".join(lines)
+    series = {name: {"ms": [1e3 * one for one in own]} for name, own in times.items()}
+    results = compare(series, BASELINE)
+    for name, arm in results.items():
+        arm["images_per_s_of_a_rank"] = samples / arm["ms"]["median"] * 1e3
+        arm["images_per_s"] = arm["images_per_s_of_a_rank"] * len(peaks)
+        if peak := max(own[name] for own in peaks):
+            arm["peak_memory"] = peak
+    if ALONE not in series:
+        return {"results": results}
+    share = compare({ALONE: series[ALONE], OURS: series[OURS]}, OURS)[ALONE]["ratio"]
+    note = "Scaling: without communication, a step takes {} of hpctrain's time."
+    return {"results": results, "scaling": share, "notes": note.format(describe(share, ".3f"))}
