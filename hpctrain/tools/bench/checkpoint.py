@@ -21,7 +21,7 @@ from hpctrain.checkpoint.available_memory import available
 from hpctrain.cluster.env_vars import RUN_DIR
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
-from hpctrain.tools.bench.figures import Results, Series, compare
+from hpctrain.tools.bench.figures import Results, compare
 from hpctrain.tools.bench.measure import spell
 from hpctrain.tools.bench.turns import in_turns
 from hpctrain.training.consensus import on_rank_zero
@@ -127,25 +127,12 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
         UsageError: disk space or memory does not suffice, or the directory is not writable.
     """
     opened: list[Saves] = []  # empty at all ranks but rank 0
-    stalls: dict[str, list[float]] = {name: [] for name in (BASE, OURS, WRITE)}
-
-    def open_saves() -> tuple[str, int]:
-        path = Path(arguments.run_dir or os.environ.get(RUN_DIR) or "runs").absolute()
-        nearest = next(folder for folder in (path, *path.parents) if folder.is_dir())
-        folder = Path(tempfile.mkdtemp(dir=nearest, prefix=".hpctrain-bench-"))
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        free, memory = shutil.disk_usage(folder).free, available()
-        size = arguments.size or _fitting(free, memory)
-        refuse_size(size, path, free, memory)
-        opened.append(Saves(folder, size, session.device))
-        undo.callback(opened[0].close)
-        return str(path), size
+    stalls: dict[str, list[float]] = {BASE: [], OURS: [], WRITE: []}
 
     def save(name: str) -> float:
         saves = opened[0]
         saves.clear()
-        save = {BASE: saves.by_torch, OURS: saves.ours, WRITE: saves.raw}[name]
-        stall, seconds = timed(save)
+        stall, seconds = timed({BASE: saves.by_torch, OURS: saves.ours, WRITE: saves.raw}[name])
         stalls[name].append(stall)
         return seconds
 
@@ -153,24 +140,35 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
         return on_rank_zero(session.backend, partial(_as_usage_error, partial(save, name)))
 
     with ExitStack() as undo:
-        path, size = on_rank_zero(session.backend, lambda: _as_usage_error(open_saves))
+        begin = partial(_open, arguments, session.device, undo, opened)
+        path, size = on_rank_zero(session.backend, partial(_as_usage_error, begin))
         arms = {name: partial(turn, name) for name in stalls}
         in_turns(session, arms, 0.0, 1)  # warm-up: memory is allocated, and directories are created
         times = in_turns(session, arms, arguments.seconds)
-    series: dict[str, Series] = {
-        name: {"stall_s": stalls[name][1:], "whole_s": own} for name, own in times.items()
-    }
     if not session.is_main:
         return {}
+    series = {name: {"stall_s": stalls[name][1:], "whole_s": own} for name, own in times.items()}
     results = compare(series, BASE)
     for arm in results.values():
         arm["gb_per_s"] = size / arm["whole_s"]["median"] / 1e9
-    return {
-        "path": path,
-        "bytes": size,
-        "title": f"{spell(size)}, half weights and half momenta, in {path}",
-        "results": results,
-    }
+    title = f"{spell(size)}, half weights and half momenta, in {path}"
+    return {"path": path, "bytes": size, "title": title, "results": results}
+
+
+def _open(
+    arguments: argparse.Namespace, device: torch.device, undo: ExitStack, opened: list[Saves]
+) -> tuple[str, int]:
+    """Append `Saves` in a new folder, which `undo` removes; return the run directory and size."""
+    path = Path(arguments.run_dir or os.environ.get(RUN_DIR) or "runs").absolute()
+    nearest = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    folder = Path(tempfile.mkdtemp(dir=nearest, prefix=".hpctrain-bench-"))
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    free, memory = shutil.disk_usage(folder).free, available()
+    size = arguments.size or _fitting(free, memory)
+    refuse_size(size, path, free, memory)
+    opened.append(Saves(folder, size, device))
+    undo.callback(opened[0].close)
+    return str(path), size
 
 
 def _as_usage_error(function: Callable[[], T]) -> T:

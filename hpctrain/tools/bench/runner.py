@@ -118,16 +118,11 @@ def _check_target(path: str | None) -> None:
     if path is None:
         return
     exists = os.path.exists(path)
-    place = path if exists else os.path.dirname(os.path.realpath(path))
     # A write to /dev/stdout would empty the file that the output goes to.
-    special = (exists and not os.path.isfile(path)) or os.path.abspath(path).startswith("/dev/")
-    if special or not os.access(place, os.W_OK):
-        raise UsageError(
-            "HT904",
-            f"--json {path} cannot be written",
-            "a new file or one to replace, in a folder with write access",
-            "--json FILE",
-        )
+    if (exists and not os.path.isfile(path)) or os.path.abspath(path).startswith("/dev/"):
+        raise _cannot_write(path, "it is no regular file")
+    if not os.access(path if exists else os.path.dirname(os.path.realpath(path)), os.W_OK):
+        raise _cannot_write(path, "no such folder, or no write access")
 
 
 def _save(path: str | None, record: dict[str, Any]) -> None:
@@ -137,10 +132,14 @@ def _save(path: str | None, record: dict[str, Any]) -> None:
         with open(path, "w") as file:
             file.write(json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        raise UsageError(
-            "HT904",
-            f"--json {path} could not be written: {error}",
-            "a file system with room",
-            "--json FILE",
-        ) from None
+        raise _cannot_write(path, str(error)) from None
     sys.stderr.write(f"hpctrain: saved to {path}\n")
+
+
+def _cannot_write(path: str, reason: str) -> UsageError:
+    return UsageError(
+        "HT904",
+        f"--json {path} cannot be written: {reason}",
+        "a new file or one to replace, in a folder with write access and room",
+        "--json FILE",
+    )
