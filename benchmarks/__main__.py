@@ -64,7 +64,7 @@ class Benchmark:
     gpu: str | None = None
 
 
-# To add a benchmark, write a file that takes --save FILE, and add a line here.
+# To add a benchmark, write a file that calls `harness.run`, and add a line here.
 BENCHMARKS = {
     "startup": Benchmark("--rounds 2"),
     "hostlist": Benchmark("--rounds 6"),
@@ -72,13 +72,11 @@ BENCHMARKS = {
     "rendezvous": Benchmark("--rounds 2"),
     "submit": Benchmark("--rounds 2", no_slurm),
     "step_overhead": Benchmark("--rounds 4"),
-    "allreduce": Benchmark("--rounds 4"),
+    "allreduce": Benchmark("--rounds 4 --seconds 2"),
     "evaluation": Benchmark("--rounds 4"),
     "input": Benchmark("--rounds 2 --images 24"),
-    "checkpoint": Benchmark("--rounds 2"),
-    "precision": Benchmark(
-        "--rounds 2 --steps 2", no_gpu, "--rounds 8 --steps 5 --only tf32 bf16 fp16 O2"
-    ),
+    "checkpoint": Benchmark("--rounds 2 --megabytes 100"),
+    "precision": Benchmark("--seconds 2", no_gpu, "--seconds 15 --only tf32 bf16 fp16 O2"),
     "imagenet": Benchmark("--rounds 2 --steps 2", no_gpu, "--rounds 8 --steps 10"),
 }
 

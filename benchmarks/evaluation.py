@@ -19,19 +19,15 @@ arm of its round. As in most real data sets, the samples cannot be divided evenl
 
 import argparse
 import importlib.util
-import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Results, compare, run, start
 from loops import launched
-from measure import add_save, describe, facts, order, outcome, save, summary, table
+from measure import take_turns
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -40,7 +36,6 @@ import hpctrain
 
 SAMPLES, BATCH = 1_999, 64
 SIZE, CLASSES = 32, 100
-TARGET = 1.02
 BASE, EXACT, ACCELERATE = "padded", "exact", "accelerate"
 Figures = dict[str, float]
 Evaluation = Callable[[], Figures]
@@ -128,104 +123,46 @@ def with_accelerate(
 ARMS = {BASE: padded, EXACT: exact, ACCELERATE: with_accelerate}
 
 
-def rank_main(arguments: argparse.Namespace) -> None:
-    """Run one rank; rank 0 writes the times of each arm, and the metrics that it reports."""
+def timed(session: hpctrain.Session, evaluate: Evaluation) -> tuple[float, float]:
+    """Return the milliseconds of an evaluation, and those of the processor."""
+    session.backend.barrier()
+    cpu, clock = time.process_time(), time.perf_counter()
+    evaluate()
+    clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
+    return clock * 1e3, cpu * 1e3
+
+
+def rank(arguments: argparse.Namespace) -> tuple[Any, Any] | None:
+    """Run one rank; return the times of each arm at rank 0, and the metrics that it reports."""
     torch.set_num_threads(1)
-    with hpctrain.Session(backend="ddp", batch_size=BATCH) as session:
+    with hpctrain.Session(backend="ddp", batch_size=BATCH) as session, torch.no_grad():
         dataset, model = samples()
         names = [name for name in ARMS if name != ACCELERATE or _has_accelerate()]
-        with torch.no_grad():
-            arms = {name: ARMS[name](session, dataset, model) for name in names}
-            reported = {name: arm() for name, arm in arms.items()}  # also warms up
-            times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-            for number in range(arguments.rounds):
-                for name in order(names, number):
-                    session.backend.barrier()
-                    cpu, clock = time.process_time(), time.perf_counter()
-                    arms[name]()
-                    clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
-                    times[name].append((clock * 1e3, cpu * 1e3))
-            reported["one process"] = figures(
-                counted(model(dataset.tensors[0]), dataset.tensors[1])
-            )
-        if session.is_main:
-            Path(arguments.rank_of).write_text(json.dumps([times, reported]))
+        arms = {name: ARMS[name](session, dataset, model) for name in names}
+        reported = {name: arm() for name, arm in arms.items()}  # also warms up
+        reported["one process"] = figures(counted(model(dataset.tensors[0]), dataset.tensors[1]))
+        timers = {name: lambda arm=arm: timed(session, arm) for name, arm in arms.items()}
+        times = take_turns(timers, arguments.rounds)
+        return (times, reported) if session.is_main else None
 
 
 def _has_accelerate() -> bool:
     return importlib.util.find_spec("accelerate") is not None
 
 
-def measure(rounds: int) -> dict[str, dict[str, Any]]:
-    """Start the ranks; return each arm's time, ratio to the padded arm, and reported metrics."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "times.json")
-        command = [
-            sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", "2", __file__,
-            "--rank-of", str(result), "--rounds", str(rounds),
-        ]  # fmt: skip
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        if done.returncode:
-            sys.exit(f"{done.stdout}\ntwo ranks ended with exit code {done.returncode}")
-        times, reported = json.loads(result.read_text())
-    results: dict[str, dict[str, Any]] = {}
-    base_clock, base_cpu = zip(*times[BASE], strict=True)
-    for name, taken in times.items():
-        clock, cpu = zip(*taken, strict=True)
-        results[name] = {
-            "ms": summary(clock),
-            "ratio": summary([a / b for a, b in zip(clock, base_clock, strict=True)]),
-            "cpu_ms": summary(cpu),
-            "cpu_ratio": summary([a / b for a, b in zip(cpu, base_cpu, strict=True)]),
-            "reported": reported[name],
-        }
-    results[EXACT] |= {"target": TARGET, "outcome": outcome(results[EXACT]["ratio"], TARGET)}
-    results["one process"] = {"reported": reported["one process"]}
-    return results
-
-
-def show(results: dict[str, dict[str, Any]]) -> str:
-    """Return two text tables: times, and each arm's metrics with their error."""
-    times = [("two ranks over gloo", "ms", "× padded", "× padded, processor", "target")]
-    numbers = [("", "top-1", "off by, points", "top-5", "off by, points", "loss", "samples")]
-    truth = results["one process"]["reported"]
-    for name, result in results.items():
-        if "ms" in result:
-            ratios = [describe(result[key], ".3f") for key in ("ratio", "cpu_ratio")]
-            target = f"{result['target']:g}: {result['outcome']}" if "target" in result else ""
-            own = ratios if name != BASE else ["", ""]
-            times.append((name, describe(result["ms"]), *own, target))
-        metrics = result["reported"]
-        cells = []
-        for key in ("top1", "top5"):
-            cells += [f"{100 * metrics[key]:.4f} %", f"{100 * (metrics[key] - truth[key]):+.4f}"]
-        numbers.append((name, *cells, f"{metrics['loss']:.6f}", f"{metrics['samples']:.0f}"))
-    return f"{table(times)}\n\n{table(numbers)}\n"
-
-
-def main() -> None:
-    """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="An exact evaluation against one that pads.")
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="default: 40")
-    add_save(parser)
-    parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank_of:
-        rank_main(arguments)
-        return
-    if arguments.rounds < 2:
-        parser.error("a spread needs --rounds 2 or more")
-    record = facts(["hpctrain", "torch", "accelerate"])
-    results = measure(arguments.rounds)
-    print(show(results))
+def measure(arguments: argparse.Namespace) -> Results:
+    """Return each arm's time, ratio to the padded arm, and reported metrics."""
     if not _has_accelerate():
         print(f"{ACCELERATE}: left out: not installed: pip install 'hpctrain[benchmark]'")
-    print("Medians over rounds, with their 95 % intervals; ratios round by round.")
-    settings = {"rounds": arguments.rounds, "samples": SAMPLES, "batch_size": BATCH}
-    save(arguments.save, {"benchmark": "evaluation", **record, **settings, "results": results})
+    times, reported = start(__file__, "--rounds", str(arguments.rounds), ranks=2)
+    series = {
+        name: dict(zip(("ms", "cpu_ms"), zip(*own, strict=True), strict=True))
+        for name, own in times.items()
+    }
+    results = compare(series, BASE, targets={EXACT: {"ratio": "≤ 1.02"}})
+    return {name: results.get(name, {}) | metrics for name, metrics in reported.items()}
 
 
 if __name__ == "__main__":
-    main()
+    packages = ["hpctrain", "torch", "accelerate"]
+    run("An exact evaluation against one that pads.", 40, packages, measure, rank=rank)

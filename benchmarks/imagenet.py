@@ -6,8 +6,8 @@ All arms run in one process on one GPU. They take turns, a block of steps each:
 
 - baseline: channels last, bf16 autocast, a fused optimizer, nothing read from the
   device;
-- baseline, compiled, and hpctrain, compiled: the same with torch.compile;
 - hpctrain: `session.autocast()` and `session.step()`, as in examples/imagenet.py;
+- both of them with torch.compile;
 - like torchvision's script, like timm's script: the step of references/classification/train.py
   (torchvision 0.29) and of timm's train.py (1.0) with `--amp` and otherwise their defaults, written
   again here: no channels last, an optimizer that is not fused, and fp16 with a GradScaler; the step
@@ -15,95 +15,92 @@ All arms run in one process on one GPU. They take turns, a block of steps each:
 
 The batches of these arms are on the GPU. `--data FOLDER`, a folder of real images, adds two arms
 with equally many workers: hpctrain's whole input from files, and torchvision's usual input (Pillow,
-floats from the workers) for the baseline. The targets: 0.99 of the baseline, and faster than the
-steps of torchvision and timm. Without a GPU, a run only checks that the program works.
+floats from the workers) for the baseline. The target is 0.99 of the baseline. Without a GPU, a run
+only checks that the program works.
 """
 
 import argparse
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torchvision
-from measure import add_save, describe, facts, order, save, summary, table
-from precision import TARGET, block, reached
+from harness import Results, compare, run
+from measure import take_turns
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchvision.transforms import v2
 
 import hpctrain
 from hpctrain import data
+from hpctrain.tools.bench.step import Batches, Step, by_hand, with_session
+from hpctrain.tools.bench.turns import timed
 
 CLASSES = 1000
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-BASE = {"hpctrain": "baseline", "hpctrain, compiled": "baseline, compiled"}
-BASE |= {"like torchvision's script": "hpctrain", "like timm's script": "hpctrain"}
-BASE |= {"files, hpctrain": "hpctrain", "files, torchvision's way": "baseline"}
-Batches = Iterator[tuple[Tensor, Tensor]]
-Step = Callable[[], Any]
+BASELINE, OURS = "baseline", "hpctrain"
 
 
-def baseline(
-    device: torch.device,
-    batches: Batches,
-    name: str,
-    half: torch.dtype = torch.bfloat16,
-    channels_last: bool = True,
-    fused: bool = True,
-    compiled: bool = False,
-    read: Callable[[Tensor, Tensor, Tensor], Any] = lambda loss, outputs, targets: None,
-) -> Step:
-    """Return a training step without hpctrain."""
+def parts(
+    device: torch.device, name: str, fused: bool = True
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a new model and its optimizer, with the same weights each time."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=CLASSES).to(device)
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
+    own = {"fused": fused and device.type == "cuda"}
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **own)
+
+
+def fast(device: torch.device, name: str, batches: Batches, compiled: bool = False) -> Step:
+    """Return the baseline's step: channels last, bf16, a fused optimizer."""
+    model, optimizer = parts(device, name)
+    model.to(memory_format=torch.channels_last)
     if compiled:
         model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused or None)
-    scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
+    turns = ((i.contiguous(memory_format=torch.channels_last), t) for i, t in batches)
+    return by_hand(device, model, optimizer, turns, torch.bfloat16)
 
-    def step() -> None:
-        images, targets = next(batches)
-        if channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, half):
-            outputs = model(images)
-            loss = cross_entropy(outputs, targets)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        read(loss, outputs, targets)
 
-    return step
+def like_timm(
+    device: torch.device,
+    name: str,
+    batches: Batches,
+    criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> Step:
+    """Return the step of timm's script, by default in fp16 with a GradScaler."""
+    half = torch.float16 if device.type == "cuda" else torch.bfloat16
+    turns = ((images.contiguous(), targets) for images, targets in batches)
+    return by_hand(device, *parts(device, name, fused=False), turns, half, criterion)
+
+
+def like_torchvision(device: torch.device, name: str, batches: Batches) -> Step:
+    """Return the step of torchvision's script, which reads the loss and two accuracies."""
+    last: list[Tensor] = []
+
+    def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+        last[:] = outputs.detach(), targets
+        return cross_entropy(outputs, targets)
+
+    step = like_timm(device, name, batches, criterion)
+
+    def step_and_read() -> Tensor:
+        loss = step()
+        outputs, targets = last
+        hits = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
+        for value in (loss, hits[:, 0].float().mean(), hits.any(1).float().mean()):
+            value.item()
+        return loss
+
+    return step_and_read
 
 
 def with_hpctrain(session: hpctrain.Session, batches: Batches, name: str) -> Step:
     """Return the training step of examples/imagenet.py."""
-    torch.manual_seed(0)
-    model = torchvision.models.get_model(name, num_classes=CLASSES)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.01, momentum=0.9, fused=session.device.type == "cuda"
-    )
-    model, optimizer = session.prepare(model, optimizer)
-
-    def step() -> None:
-        images, targets = next(batches)
-        with session.autocast():
-            loss = cross_entropy(model(images), targets)
-        session.step(loss, optimizer)
-
-    return step
-
-
-def accuracies(loss: Tensor, outputs: Tensor, targets: Tensor) -> tuple[float, ...]:
-    """Read loss, top-1 and top-5 from the device, as torchvision's script does at each step."""
-    hits = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
-    return loss.item(), hits[:, 0].float().mean().item(), hits.any(1).float().mean().item()
+    return with_session(session, *parts(session.device, name), batches)
 
 
 def resident(session: hpctrain.Session, count: int, size: int) -> Batches:
@@ -141,100 +138,83 @@ def files_torchvision(session: hpctrain.Session, path: str, size: int, count: in
     return ((i.to(device, non_blocking=True), t.to(device)) for i, t in forever(loader))
 
 
-def arms(opened: dict[bool, hpctrain.Session], arguments: argparse.Namespace) -> dict[str, Step]:
-    """Return the arms by name.
+def groups(
+    session: hpctrain.Session, compiling: hpctrain.Session | None, arguments: argparse.Namespace
+) -> dict[str, dict[str, Step]]:
+    """Return the arms by group; the first arm of each group is its base.
 
     Args:
-        opened: session by whether it compiles; the one that compiles exists only on GPUs.
+        session: open session.
+        compiling: another one, with --compile; None without a GPU.
         arguments: parsed command line.
     """
-    session, name = opened[False], arguments.model
-    fused = session.device.type == "cuda"
-    device, batches = session.device, resident(session, arguments.batch_size, arguments.size)
-    old = {"half": torch.float16 if fused else torch.bfloat16, "channels_last": False}
-    old["fused"] = False
+    name, path, size = arguments.model, arguments.data, arguments.size
+    device, batches = session.device, resident(session, arguments.batch_size, size)
     steps = {
-        "baseline": baseline(device, batches, name, fused=fused),
-        "hpctrain": with_hpctrain(session, batches, name),
-        "like torchvision's script": baseline(device, batches, name, **old, read=accuracies),
-        "like timm's script": baseline(device, batches, name, **old),
+        "in memory": {
+            BASELINE: fast(device, name, batches),
+            OURS: with_hpctrain(session, batches, name),
+            "like torchvision's script": like_torchvision(device, name, batches),
+            "like timm's script": like_timm(device, name, batches),
+        }
     }
-    if True in opened:
-        steps["baseline, compiled"] = baseline(device, batches, name, compiled=True)
-        steps["hpctrain, compiled"] = with_hpctrain(opened[True], batches, name)
-    if arguments.data:
-        path, size = arguments.data, arguments.size
-        own = files_hpctrain(session, path, size)
-        steps["files, hpctrain"] = with_hpctrain(session, own, name)
-        others = files_torchvision(session, path, size, arguments.batch_size)
-        steps["files, torchvision's way"] = baseline(device, others, name, fused=fused)
+    if compiling:
+        steps["compiled"] = {
+            BASELINE: fast(device, name, batches, compiled=True),
+            OURS: with_hpctrain(compiling, batches, name),
+        }
+    if path:
+        theirs = files_torchvision(session, path, size, arguments.batch_size)
+        steps["from files"] = {
+            "torchvision's way": fast(device, name, theirs),
+            OURS: with_hpctrain(session, files_hpctrain(session, path, size), name),
+        }
     return steps
 
 
-def measure(steps: dict[str, Step], arguments: argparse.Namespace, device: torch.device) -> Any:
-    """Return each arm's images per second, and their ratio to the arm of `BASE` per round."""
-    speeds: dict[str, list[float]] = {arm: [] for arm in steps}
-    for step in steps.values():
-        block(step, arguments.steps, device)  # warms up
-    for number in range(arguments.rounds):
-        for arm in order(list(steps), number):
-            seconds = block(steps[arm], arguments.steps, device)
-            speeds[arm].append(arguments.batch_size / seconds)
+def measure(arguments: argparse.Namespace) -> Results:
+    """Return each arm's images per second, and their ratio to the base of its group."""
+    has_gpu = torch.cuda.is_available()
+    if arguments.save and not has_gpu:
+        raise SystemExit("--save: torch finds no GPU, and figures of a CPU are no results here")
+    torch.backends.cudnn.benchmark = True
+    options = {"precision": "bf16", "batch_size": arguments.batch_size, "workers": "auto"}
+    with tempfile.TemporaryDirectory() as folder:
+        session = hpctrain.Session(**options, run_dir=folder)
+        compiling = hpctrain.Session(**options, run_dir=folder, compile=True) if has_gpu else None
+        with session:
+            steps = groups(session, compiling, arguments)
+
+            def rate(step: Step) -> float:
+                seconds = timed(session.device, step, arguments.steps)
+                return arguments.batch_size / seconds
+
+            arms = {
+                f"{group}, {name}": partial(rate, step)
+                for group, own in steps.items()
+                for name, step in own.items()
+            }
+            take_turns(arms, 1)  # warms up
+            rates = take_turns(arms, arguments.rounds)
+            if compiling:
+                compiling.close()
+    targets = {OURS: {"ratio": "≥ 0.99"}}
     results = {}
-    for arm, values in speeds.items():
-        results[arm] = {"images_per_second": summary(values)}
-        if base := BASE.get(arm):
-            pairs = zip(values, speeds[base], strict=True)
-            results[arm] |= {"base": base, "ratio": summary([a / b for a, b in pairs])}
+    for group, own in steps.items():
+        series = {name: {"images_per_s": rates[f"{group}, {name}"]} for name in own}
+        judged = targets if has_gpu and BASELINE in own else {}
+        results[group] = compare(series, next(iter(own)), targets=judged)
     return results
 
 
-def show(model: str, results: dict[str, Any]) -> str:
-    """Return the results as a text table."""
-    rows = [(model, "images/s", "×", "of", f"at least {TARGET}")]
-    for arm, result in results.items():
-        speed, base = describe(result["images_per_second"]), result.get("base", "")
-        ratio = describe(result["ratio"], ".3f") if base else ""
-        has_target = base.startswith("baseline") and arm.startswith("hpctrain")
-        rows.append((arm, speed, ratio, base, reached(result["ratio"]) if has_target else ""))
-    return table(rows)
-
-
-def main() -> None:
-    """Measure, print, save."""
-    has_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="ResNet-50's training, against other loops.")
-    parser.add_argument("--model", default="resnet50", help="torchvision model (resnet50)")
-    parser.add_argument("--data", metavar="PATH", help="folder of train/CLASS/*.jpg")
-    parser.add_argument("--size", type=int, default=224, metavar="PIXELS", help="image size (224)")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="default: 256")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps per block (20)")
-    add_save(parser)
-    arguments = parser.parse_args()
-    if arguments.rounds < 2:
-        parser.error("a spread needs --rounds 2 or more")
-    if arguments.save and not has_gpu:
-        parser.error("--save: torch finds no GPU, and figures of a CPU are no results here")
-    record = facts(["hpctrain", "torch", "torchvision"])
-    if has_gpu:
-        record["gpu"] = torch.cuda.get_device_name()
-    torch.backends.cudnn.benchmark = True
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"precision": "bf16", "batch_size": arguments.batch_size, "workers": "auto"}
-        with hpctrain.Session(**options, run_dir=folder) as session:
-            opened = {False: session}
-            if has_gpu:
-                opened[True] = hpctrain.Session(**options, run_dir=folder, compile=True)
-            results = measure(arms(opened, arguments), arguments, session.device)
-            for other in list(opened.values())[1:]:
-                other.close()
-    print(show(arguments.model, results))
-    print("Medians over blocks, with their 95 % intervals; ratios block by block.")
-    names = ("model", "data", "size", "batch_size", "rounds", "steps")
-    settings = {name: getattr(arguments, name) for name in names}
-    save(arguments.save, {"benchmark": "imagenet", **record, **settings, "results": results})
-
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"default": "resnet50", "help": "torchvision model (resnet50)"},
+    "--data": {"metavar": "PATH", "help": "folder of train/CLASS/*.jpg"},
+    "--size": {"type": int, "default": 224, "metavar": "PIXELS", "help": "image size (224)"},
+    "--batch-size": {"type": int, "default": 256, "metavar": "N", "help": "default: 256"},
+    "--steps": {"type": int, "default": 20, "metavar": "N", "help": "steps per block (20)"},
+}
 
 if __name__ == "__main__":
-    main()
+    packages = ["hpctrain", "torch", "torchvision"]
+    run("ResNet-50's training, against other loops.", 20, packages, measure, OPTIONS)

@@ -17,14 +17,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import simplejpeg
 import torch
 import torchvision
-from measure import add_save, describe, facts, order, outcome, save, summary, table
+from harness import Results, compare, run
+from measure import take_turns
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -36,7 +38,6 @@ from hpctrain.data.images import decoding
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import photographs
 
-TARGET = 1.5
 BASE, BYTES, OURS = "torchvision, to floats", "torchvision, to bytes", "hpctrain"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CROP = (v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip())
@@ -92,90 +93,47 @@ def by_loaders(folder: Path, tar: Path) -> Arms:
     loaders = {
         name: DataLoader(dataset, batch_size=30, **options) for name, dataset in sets.items()
     }
-    return {name: lambda loader=loader: drained(loader) for name, loader in loaders.items()}
+    return {name: lambda loader=loader: [None for _ in loader] for name, loader in loaders.items()}
 
 
-def drained(batches: Iterable[Any]) -> int:
-    """Read all batches and return their number."""
-    return sum(1 for _ in batches)
+def rate(arm: Callable[[], object], images: int) -> float:
+    """Return the images per second of an arm."""
+    begin = time.perf_counter()
+    arm()
+    return images / (time.perf_counter() - begin)
 
 
-def take_turns(arms: Arms, images: int, rounds: int) -> dict[str, list[float]]:
-    """Return each arm's images per second in each round, after one round to warm up."""
-    rates: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(rounds + 1):
-        for name in order(list(arms), number):
-            begin = time.perf_counter()
-            arms[name]()
-            if number:
-                rates[name].append(images / (time.perf_counter() - begin))
-    return rates
+def compared(arms: Arms, images: int, rounds: int, target: str = "") -> Results:
+    """Return images per second, and their ratio to the first arm, after one round to warm up."""
+    rates = {name: partial(rate, arm, images) for name, arm in arms.items()}
+    take_turns(rates, 1)
+    series = {name: {"images_per_s": own} for name, own in take_turns(rates, rounds).items()}
+    targets = {OURS: {"ratio": target}} if target else {}
+    return compare(series, next(iter(arms)), targets=targets)
 
 
-def evaluate(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Return images per second, and their ratio to the first arm of the same round."""
-    base = next(iter(rates.values()))
-    return {
-        name: {
-            "images_per_s": summary(own),
-            "ratio": summary([a / b for a, b in zip(own, base, strict=True)]),
-        }
-        for name, own in rates.items()
-    }
-
-
-def show(title: str, results: dict[str, Any]) -> str:
-    """Return the results as a text table."""
-    base = next(iter(results))
-    rows = [(title, "images/s", f"× {base}")]
-    for name, result in results.items():
-        ratio = describe(result["ratio"], ".2f") if name != base else ""
-        rows.append((name, describe(result["images_per_s"], ".0f"), ratio))
-    return table(rows) + "\n"
-
-
-def judged(results: dict[str, Any], name: str) -> str:
-    """Return the outcome on an arm's ratio, inverted because less is better in `outcome`."""
-    ratio = results[name]["ratio"]
-    inverse = {"median": 1 / ratio["median"], "low": 1 / ratio["high"], "high": 1 / ratio["low"]}
-    return outcome(inverse, 1 / TARGET)
-
-
-def main() -> None:
-    """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="Images per second, before they reach a GPU.")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: 10")
-    parser.add_argument("--images", type=int, default=120, metavar="N", help="default: 120")
-    add_save(parser)
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> Results:
+    """Return the results of crops, decoders and loaders."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    rounds = arguments.rounds
     with tempfile.TemporaryDirectory() as place:
         folder, tar = Path(place, "folder"), Path(place, "tar")
         photographs.make(folder, train=-(-arguments.images // 12), val=0, classes=12)
         shards.make(folder, tar, ["train"], 2**22)
         source = data.image_source(folder, "train")
         files = [source.read(index) for index in range(len(source))]
+        print(f"{len(files)} photographs of {sum(map(len, files)) / len(files) / 1e3:.0f} kB\n")
         crops, decoders = on_one_core(files)
-        results = {
-            "crops": evaluate(take_turns(crops, len(files), arguments.rounds)),
-            "decoders": evaluate(take_turns(decoders, len(files), arguments.rounds)),
-            "loaders": evaluate(
-                take_turns(by_loaders(folder, tar), len(files), max(arguments.rounds // 2, 2))
-            ),
+        return {
+            "crops": compared(crops, len(files), rounds, "≥ 1.5"),
+            "decoders": compared(decoders, len(files), rounds),
+            "loaders": compared(by_loaders(folder, tar), len(files), max(rounds // 2, 2)),
         }
-    size = sum(map(len, files)) / len(files)
-    print(f"{len(files)} photographs of {size / 1e3:.0f} kB on average\n")
-    print(show("random crops, one thread", results["crops"]))
-    print(show("decoding alone, one thread", results["decoders"]))
-    print(show("a loader with two processes", results["loaders"]))
-    reached = judged(results["crops"], OURS)
-    print(f"hpctrain: at least × {TARGET:g} of {BASE}: {reached}")
-    packages = ("torch", "torchvision", "pillow", "simplejpeg", "torchcodec")
-    target = {"ratio": results["crops"][OURS]["ratio"], "at_least": TARGET, "outcome": reached}
-    record = {"bytes": size, "results": results, "targets": {f"{OURS}, crops": target}}
-    save(arguments.save, {**facts(packages), **record})
 
+
+OPTIONS = {"--images": {"type": int, "default": 120, "metavar": "N", "help": "default: 120"}}
 
 if __name__ == "__main__":
-    main()
+    packages = ["torch", "torchvision", "pillow", "simplejpeg", "torchcodec"]
+    run("Images per second, before they reach a GPU.", 10, packages, measure, OPTIONS)

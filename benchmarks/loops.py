@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -33,8 +32,9 @@ from torch.utils.data import (
 )
 
 import hpctrain
+from hpctrain.tools.bench.baseline import direct_sum, share
 
-__all__ = ["ARMS", "BASE", "BATCH", "LOG_EVERY", "Arm", "Setup", "data", "launched", "missing"]
+__all__ = ["ARMS", "BASE", "BATCH", "LOG_EVERY", "OURS", "Setup", "data", "launched", "missing"]
 
 LOG_EVERY = 10
 BATCH, FEATURES, WIDTH, CLASSES = 32, 32, 128, 10
@@ -74,21 +74,9 @@ class Setup:
         )  # fmt: skip
         return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def shared(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return both for data-parallel training by DDP or Horovod, set as in hpctrain."""
-        if self.backend == "ddp":
-            model = DistributedDataParallel(
-                model, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
-        elif self.backend == "horovod":
-            import horovod.torch as hvd
-
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        return model, optimizer
+    def shared(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return new parts for data-parallel training by DDP or Horovod, set as in hpctrain."""
+        return share(self.session.backend, *self.parts())
 
     def baseline(self) -> DataLoader[Any]:
         """Return the loader of the baseline, from torch's own classes."""
@@ -102,23 +90,12 @@ class Setup:
         """Return a loader for one process, which other libraries split over the ranks."""
         return DataLoader(self.dataset, BATCH, shuffle=True, drop_last=True)
 
-    @property
-    def backend(self) -> str:
-        """Name of the communication backend."""
-        return self.session.backend.name
-
     def mean(self, loss: float) -> float:
         """Return the mean over the ranks, by a direct call of torch or Horovod."""
-        world_size = self.session.world.world_size
-        if self.backend == "horovod":
-            import horovod.torch as hvd
-
-            loss = hvd.allreduce(torch.tensor(loss), name="loss").item()
-        elif world_size > 1:
-            total = torch.tensor(loss)
-            torch.distributed.all_reduce(total)
-            loss = total.item() / world_size
-        return loss
+        ranks, total = self.session.world.world_size, torch.tensor(loss)
+        if ranks > 1:
+            direct_sum(self.session.backend)(total)
+        return total.item() / ranks
 
     @contextmanager
     def log(self, name: str, optimizer: Any) -> Iterator[Callable[[float], None]]:
@@ -148,7 +125,7 @@ class Setup:
 
 def baseline(setup: Setup) -> Iterator[None]:
     """Run the baseline: a loop that uses torch or Horovod directly, with a log."""
-    model, optimizer = setup.shared(*setup.parts())
+    model, optimizer = setup.shared()
     with setup.log("manual", optimizer) as log:
         for inputs, targets in setup.baseline():
             loss = cross_entropy(model(inputs), targets)
@@ -161,7 +138,7 @@ def baseline(setup: Setup) -> Iterator[None]:
 
 def bare(setup: Setup) -> Iterator[None]:
     """Run the baseline's steps over hpctrain's loader, without a log: the least possible work."""
-    model, optimizer = setup.shared(*setup.parts())
+    model, optimizer = setup.shared()
     for inputs, targets in setup.session.loader(setup.dataset):
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
@@ -246,7 +223,7 @@ def with_ignite(setup: Setup) -> Iterator[None]:
     """Run the baseline's step in an ignite Engine, which logs in a handler."""
     from ignite.engine import Engine, Events
 
-    model, optimizer = setup.shared(*setup.parts())
+    model, optimizer = setup.shared()
 
     def step(engine: Engine, batch: Any) -> float:
         inputs, targets = batch
@@ -270,39 +247,30 @@ def with_ignite(setup: Setup) -> Iterator[None]:
                 yield
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """A loop to measure.
-
-    Attributes:
-        loop: function that runs the loop and yields after each step.
-        has_target: whether the targets apply to this arm.
-        package: import name of the other library that the loop uses; None if it uses none.
-    """
-
-    loop: Callable[[Setup], Iterator[None]]
-    has_target: bool = False
-    package: str | None = None
-
-
-BASE = "baseline"
-# To add an arm, write a function that yields after each step, and add a line here.
-ARMS = {
-    BASE: Arm(baseline),
-    "bare, no log": Arm(bare),
-    "hpctrain": Arm(with_hpctrain, has_target=True),
-    "accelerate": Arm(with_accelerate, package="accelerate"),
-    "Lightning Fabric": Arm(with_fabric, package="lightning_fabric"),
-    "pytorch-ignite": Arm(with_ignite, package="ignite"),
+BASE, OURS = "baseline", "hpctrain"
+# To add an arm, write a function that yields after each step, and add a line here; for a loop of
+# another library, add its import name below.
+ARMS: dict[str, Callable[[Setup], Iterator[None]]] = {
+    BASE: baseline,
+    "bare, no log": bare,
+    OURS: with_hpctrain,
+    "accelerate": with_accelerate,
+    "Lightning Fabric": with_fabric,
+    "pytorch-ignite": with_ignite,
+}
+PEERS = {
+    "accelerate": "accelerate",
+    "Lightning Fabric": "lightning_fabric",
+    "pytorch-ignite": "ignite",
 }
 
 
 def missing(backend: str) -> dict[str, str]:
     """Return the arms that cannot run over a backend, each with the reason."""
-    reasons = {}
-    for name, arm in ARMS.items():
-        if arm.package and backend == "horovod":
-            reasons[name] = "its loop here is over torch.distributed"
-        elif arm.package and importlib.util.find_spec(arm.package) is None:
-            reasons[name] = "not installed: pip install 'hpctrain[benchmark]'"
-    return reasons
+    if backend == "horovod":
+        return dict.fromkeys(PEERS, "its loop here is over torch.distributed")
+    return {
+        name: "not installed: pip install 'hpctrain[benchmark]'"
+        for name, package in PEERS.items()
+        if importlib.util.find_spec(package) is None
+    }

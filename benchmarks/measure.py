@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.tools.bench import measure
-from hpctrain.tools.bench.measure import describe, order, summary, table
+from hpctrain.tools.bench.measure import describe, order, summary, table, take_turns
 
 __all__ = [
     "add_save",
@@ -24,6 +24,7 @@ __all__ = [
     "save",
     "summary",
     "table",
+    "take_turns",
 ]
 
 _TOP = Path(__file__).resolve().parent.parent

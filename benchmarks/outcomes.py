@@ -1,60 +1,42 @@
-"""Outcomes on targets, read from the records of benchmarks; no torch."""
+"""Outcomes on targets, read from the records of benchmarks; no torch.
+
+`results` of a record are those of `hpctrain.tools.bench.figures`. An arm may also have `targets`:
+by figure, a limit and the outcome.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from measure import describe
+from hpctrain.tools.bench.figures import arms
+from hpctrain.tools.bench.measure import describe
 
-__all__ = ["outcomes"]
+__all__ = ["named", "outcomes"]
 
-# Figures to which targets apply; the first one present is used.
-_JUDGED = ("ratio", "times_base", "more_ms", "more_us")
-# Keys of a target, and on which side of the limit it is met.
-_LIMITS = {"limit": "≤ ", "at_least": "≥ ", "target_ms": "≤ ", "target": "≤ "}
-_NOT_NAMES = {"results", "sizes", "targets", "target"}
+Record = Mapping[str, Any]
 
-
-def outcomes(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each outcome of a record: its subject, the figure with interval, target, outcome.
-
-    Args:
-        record: record as a benchmark saves it; a part with an `outcome` also holds its target.
-    """
-    yield from _within(record, [])
+_UNITS = {"ms": " ms", "us": " µs"}  # of a limit, by the end of the figure's name
 
 
-def _within(
-    node: Any, path: list[tuple[str, Mapping[str, Any]]]
-) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the outcomes of a part of a record.
-
-    Args:
-        node: part of the record.
-        path: keys that lead to the part, each with the parent that holds the key.
-    """
-    if not isinstance(node, Mapping):
-        return
-    if "outcome" in node:
-        key = next((key for key in _LIMITS if key in node), "")
-        limit = node.get(key, "")
-        unit = " ms" if key == "target_ms" else ""
-        target = limit if isinstance(limit, str) else f"{_LIMITS[key]}{limit:g}{unit}"
-        names = [name for name, _ in path if name not in _NOT_NAMES]
-        yield ", ".join(names), _figure(node, path, target), target, node["outcome"]
-    for key, value in node.items():
-        yield from _within(value, [*path, (key, node)])
+def named(record: Record) -> dict[str, Any]:
+    """Return the results of a record, with the names of its groups as the pages show them."""
+    form = "{} ranks" if record.get("benchmark") == "rendezvous" else "{}"
+    return {form.format(key): part for key, part in record["results"].items()}
 
 
-def _figure(node: Mapping[str, Any], path: list[tuple[str, Mapping[str, Any]]], target: str) -> str:
-    """Return the figure of an outcome, which is beside the outcome or in a parent."""
-    around = [node, *(parent for _, parent in reversed(path[-2:]))]
-    around += [
-        arms["hpctrain"] for place in around if "hpctrain" in (arms := place.get("arms", {}))
-    ]
-    keys = ("us",) if target.endswith("µs") else (path[-1][0], *_JUDGED) if path else _JUDGED
-    for place in around:
-        for key in keys:
-            figures = place.get(key)
-            if isinstance(figures, Mapping) and "median" in figures:
-                return describe(figures, ".3f" if abs(figures["median"]) < 10 else ".1f")
-    return ""
+def outcomes(record: Record) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each outcome of a record: its subject, the figure with interval, target, outcome."""
+    for name, arm in arms(named(record)):
+        targets = _targets(arm)
+        for key, target in targets.items():
+            form = ".3f" if abs(arm[key]["median"]) < 10 else ".1f"
+            subject = f"{name}, {key}" if len(targets) > 1 else name
+            limit = target["limit"] + _UNITS.get(key.rpartition("_")[2], "")
+            yield subject, describe(arm[key], form), limit, target["outcome"]
+
+
+def _targets(arm: Record) -> Record:
+    """Return the targets of an arm; an arm of `hostlist` has one, whose unit tells the figure."""
+    if "target" not in arm:
+        return arm.get("targets", {})
+    key = "us" if arm["target"].endswith(" µs") else "times_base"
+    return {key: {"limit": arm["target"].removesuffix(" µs"), "outcome": arm["outcome"]}}

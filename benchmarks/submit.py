@@ -11,23 +11,22 @@ given, a job's code is recorded: once after a file was edited, once for the firs
 
 import argparse
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from measure import add_save, describe, facts, order, outcome, save, summary, table
+from harness import ENVIRONMENT, Results, compare, judge, run
+from measure import summary, take_turns
 
 SBATCH, SUBMIT, SUBMITIT = "sbatch job.sh", "hpctrain submit --live", "submitit"
 FROZEN, FIRST = "hpctrain submit, a file edited", "hpctrain submit, the first one"
 BARE = "python -c pass"
-TARGET_MS = 150.0
 FILES = 5000
-TARGET_OF_FREEZING_MS = 100.0
 
 SCRIPT = "#!/bin/bash\nsrun python train.py\n"
 BY_SUBMITIT = """
@@ -55,10 +54,8 @@ Command = Callable[[Sequence[str]], list[str]]
 @contextlib.contextmanager
 def slurm(here: bool) -> Iterator[tuple[Command, dict[str, str]]]:
     """Yield a function that makes the command line on the cluster, and its environment."""
-    # Without bytecode caches, the time would include the compiler.
-    names = ("PYTHONDONTWRITEBYTECODE",)
     if here:
-        yield list, {name: value for name, value in os.environ.items() if name not in names}
+        yield list, ENVIRONMENT
         return
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
     from cluster import Cluster
@@ -66,20 +63,21 @@ def slurm(here: bool) -> Iterator[tuple[Command, dict[str, str]]]:
     cluster = Cluster()
     cluster.start()
     try:
-        environ = cluster.environ()
-        yield cluster.command, {name: environ[name] for name in environ if name not in names}
+        environ = dict(cluster.environ())
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        yield cluster.command, environ
     finally:
         cluster.stop()
 
 
-def measure(rounds: int, command: Command, environ: dict[str, str]) -> dict[str, list[float]]:
-    """Return the milliseconds of each arm, one per round."""
-    times: dict[str, list[float]] = {name: [] for name in ARMS}
-    with tempfile.TemporaryDirectory() as folder:
+def measure(arguments: argparse.Namespace) -> Results:
+    """Return each arm's time, and how much longer it is than sbatch."""
+    jobs: list[str] = []
+    with slurm(arguments.here) as (command, environ), tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.sh").write_text(SCRIPT)
         _make_project(Path(folder))
 
-        def run(name: str) -> tuple[float, str]:
+        def milliseconds(name: str) -> float:
             # `env` changes the folder inside the command: on a host, the line begins with a prefix.
             _prepare(name, Path(folder))
             argv = command(["env", "--chdir", folder, *ARMS[name]])
@@ -87,21 +85,24 @@ def measure(rounds: int, command: Command, environ: dict[str, str]) -> dict[str,
             done = subprocess.run(
                 argv, env=environ, capture_output=True, check=True, text=True, timeout=60
             )
-            return (time.perf_counter() - start) * 1e3, done.stdout.strip()
+            took = (time.perf_counter() - start) * 1e3
+            jobs.extend(done.stdout.split())
+            return took
 
-        for name in ARMS:  # warms up: writes the caches, loads the files into memory
-            run(name)
-        jobs = []
+        arms = {name: partial(milliseconds, name) for name in ARMS}
         try:
-            for number in range(rounds):
-                for name in order(list(ARMS), number):
-                    spent, job = run(name)
-                    times[name].append(spent)
-                    jobs += [job] if job else []
+            take_turns(arms, 1)  # warms up: writes the caches, loads the files into memory
+            times = take_turns(arms, arguments.rounds)
         finally:
             if jobs:
                 subprocess.run(command(["scancel", *jobs]), env=environ, check=False)
-    return times
+    results = compare({name: {"ms": own} for name, own in times.items()}, SBATCH, ("more_ms",))
+    judge(results[SUBMIT], "more_ms", "≤ 150")
+    for name in (FROZEN, FIRST):
+        more = [a - b for a, b in zip(times[name], times[SUBMIT], strict=True)]
+        results[name]["freezing_ms"] = summary(more)
+        judge(results[name], "freezing_ms", "≤ 100")
+    return results
 
 
 def _make_project(folder: Path) -> None:
@@ -125,55 +126,7 @@ def _prepare(name: str, folder: Path) -> None:
             file.write(f"# {time.time_ns()}\n")
 
 
-def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
-    """Return for each arm its time, and how much longer it is than sbatch in the same round."""
-    results = {}
-    for name, own in times.items():
-        results[name] = {"ms": summary(own), "all_ms": own}
-        if name != SBATCH:
-            more = [a - b for a, b in zip(own, times[SBATCH], strict=True)]
-            results[name]["more_ms"] = summary(more)
-    for name in (FROZEN, FIRST):
-        more = [a - b for a, b in zip(times[name], times[SUBMIT], strict=True)]
-        results[name] |= {
-            "freezing_ms": summary(more),
-            "target_ms": TARGET_OF_FREEZING_MS,
-            "outcome": outcome(summary(more), TARGET_OF_FREEZING_MS),
-        }
-    submit = results[SUBMIT]
-    submit |= {"target_ms": TARGET_MS, "outcome": outcome(submit["more_ms"], TARGET_MS)}
-    return results
-
-
-def show(results: dict[str, dict]) -> str:
-    """Return the results as a text table."""
-    rows = [("", "ms", "more than sbatch", "more than --live", "target", "")]
-    for name, result in results.items():
-        more, target = result.get("more_ms"), result.get("target_ms")
-        limit = f"≤ {target:g}" if target else ""
-        rows.append(
-            (name, describe(result["ms"]), describe(more) if more else "",
-             describe(result["freezing_ms"]) if "freezing_ms" in result else "", limit,
-             result.get("outcome", ""))
-        )  # fmt: skip
-    return table(rows) + "\nMedians, with their 95 % intervals."
-
-
-def main() -> None:
-    """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="The cost of submitting.")
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default: 30")
-    parser.add_argument("--here", action="store_true", help="use the Slurm of this machine")
-    add_save(parser)
-    arguments = parser.parse_args()
-    if arguments.rounds < 2:
-        parser.error("a spread needs --rounds 2 or more")
-    record = facts(["hpctrain", "submitit"])
-    with slurm(arguments.here) as (command, environ):
-        results = evaluate(measure(arguments.rounds, command, environ))
-    print(show(results))
-    save(arguments.save, {"benchmark": "submit", **record, "results": results})
-
+OPTIONS = {"--here": {"action": "store_true", "help": "use the Slurm of this machine"}}
 
 if __name__ == "__main__":
-    main()
+    run("The cost of submitting.", 30, ["hpctrain", "submitit"], measure, OPTIONS)

@@ -2,15 +2,14 @@
 
 import functools
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outcomes import outcomes
+from outcomes import named, outcomes
 
 from hpctrain.errors.codes import CODES
-from hpctrain.tools.bench.measure import describe
+from hpctrain.tools.bench.figures import rows
 
 __all__ = ["TABLES", "Table"]
 
@@ -20,38 +19,6 @@ Table = Callable[[Path], str]
 
 BENCHMARKS = "benchmarks/results"
 OTHERS = "docs/results"
-
-# Column heads by figure of a benchmark; figures that are not listed are not shown.
-HEADS = {
-    "ms": "ms",
-    "us": "µs",
-    "s": "s",
-    "wall_s": "s",
-    "stall_s": "s that training waits",
-    "images_per_s": "images/s",
-    "ratio": "× base",
-    "times_base": "× base",
-    "more_ms": "ms more",
-    "more_us": "µs more",
-    "more_cpu_us": "µs more of CPU time",
-    "more_s": "s more",
-    "cpu_s": "s of rank 0's CPU time",
-    "check_s": "of it, s for the check",
-    "proof_s": "of it, s for the check",
-    "unpack_s": "s to unpack the roster",
-    "roll_bytes": "bytes of the roster",
-    "samples": "samples counted",
-    "top5": "top-5",
-    "stall": "first save, s",
-    "memory": "memory of it, bytes",
-    "": "times as long",
-}
-# Keys of numbers without a spread, and keys of a record that do not name a row.
-_PLAIN = ("reported", "first")
-_NO_LEVELS = {"results", "sizes", "arms", "targets", *_PLAIN}
-# Names of groups in a benchmark's record, where the key alone is unclear.
-_LEVELS = {"checkpoint": "{} MB", "rendezvous": "{} ranks"}
-_TAX = "other work meanwhile"
 NOT_MEASURED = "Not measured yet."
 
 
@@ -114,12 +81,12 @@ def newest(folder: Path, name: str) -> list[Record]:
     """
     paths = [path for path in folder.glob("*.json") if _benchmark(path) == name]
     records = sorted(map(_read, paths), key=lambda record: record["date"])
-    last = {group: record for record in records for group in _results(record)}
+    last = {group: record for record in records for group in record["results"]}
     selected = []
     for record in reversed(records):
-        groups = {group: part for group, part in _results(record).items() if last[group] is record}
+        groups = {group: own for group, own in record["results"].items() if last[group] is record}
         if groups:
-            selected.append({**record, "sizes" if "sizes" in record else "results": groups})
+            selected.append({**record, "results": groups})
     return selected
 
 
@@ -127,71 +94,25 @@ def _benchmark(path: Path) -> str:
     return str(_read(path).get("benchmark", path.stem))
 
 
-def _results(record: Record) -> Record:
-    results: Record = record.get("sizes") or record["results"]
-    return results
-
-
-def _is_figures(part: Any) -> bool:
-    return isinstance(part, Mapping) and "median" in part
-
-
-def _arms(part: Record, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of a part of a record: a name, and its cells by column head."""
-    figures = {key: value for key, value in part.items() if _is_figures(value)}
-    shown = {HEADS[key]: _cell(key, value) for key, value in figures.items() if key in HEADS}
-    for plain in _PLAIN:
-        for key, value in part.get(plain, {}).items():
-            if key in HEADS:
-                shown[HEADS[key]] = f"{value:,.0f}" if value >= 1000 else f"{value:.3f}"
-    if shown:
-        yield ", ".join(path), shown
-    elif figures:  # figures that belong to no arm
-        for key, value in figures.items():
-            yield ", ".join((*path, key)), {HEADS[""]: _cell("", value)}
-    for key, value in part.items():
-        if isinstance(value, Mapping) and key not in figures and key not in _PLAIN:
-            levels = () if key in _NO_LEVELS else (_TAX if key == "tax" else key,)
-            yield from _arms(value, (*path, *levels))
-
-
-def _cell(key: str, figures: Mapping[str, float]) -> str:
-    ratio = key in ("ratio", "times_base", "")
-    if figures["low"] == figures["high"] == float(ratio):
-        return "base" if ratio else ""
-    size = abs(figures["median"]) or 1
-    digits = 3 if ratio else min(max(2 - math.floor(math.log10(size)), 0), 4)
-    return describe(figures, f",.{digits}f")
-
-
 def benchmark(name: str, top: Path) -> str:
     """Return the tables of a benchmark, each with its machine, date and commit below."""
     tables = []
     for record in newest(top / BENCHMARKS, name):
-        level = _LEVELS.get(name, "{}")
-        groups = {level.format(group): part for group, part in _results(record).items()}
-        rows = list(_arms(groups))
-        heads = [
-            head for head in dict.fromkeys(HEADS.values()) if any(head in row for _, row in rows)
-        ]
-        cells = [
-            [f"`{row}`" if "(" in row else row, *(arm.get(head, "") for head in heads)]
-            for row, arm in rows
-        ]
-        table = _markdown(["median [95 % interval]", *heads], cells)
-        tables.append(f"{table}\n\n{source(record)}")
+        head, *arms = rows(named(record))
+        cells = [[f"`{arm}`" if "(" in arm else arm, *row] for arm, *row in arms]
+        tables.append(f"{_markdown(head, cells)}\n\n{source(record)}")
     return "\n\n".join(tables) or NOT_MEASURED
 
 
 def targets(top: Path) -> str:
     """Return the targets of all benchmarks, and whether their newest figures meet them."""
     folder = top / BENCHMARKS
-    rows = []
+    found = []
     for name in sorted({_benchmark(path) for path in folder.glob("*.json")}):
         for record in newest(folder, name):
-            rows += [(name, *row, _measured(record)) for row in outcomes(record)]
+            found += [(name, *row, _measured(record)) for row in outcomes(record)]
     head = ("benchmark", "of what", "median [95 % interval]", "target", "outcome", "measured")
-    return _markdown(head, rows)
+    return _markdown(head, found)
 
 
 # The other pages

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.baseline import Baseline
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError
@@ -201,10 +200,6 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
-
-    def baseline(self) -> Baseline:
-        """Return the baseline: the same exchanges without hpctrain, among the same ranks."""
-        return Baseline()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Return an error that names the cause of an exception of this backend, or None."""

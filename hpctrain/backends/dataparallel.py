@@ -4,9 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from hpctrain.backends.baseline import Baseline
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.single import Single
 from hpctrain.backends.transparent import Transparent
@@ -60,15 +58,6 @@ class DataParallel(Single):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model wrapped in DataParallel, over all GPUs."""
         return TransparentDataParallel(model)
-
-    def baseline(self) -> Baseline:
-        """Return the baseline with torch's own DataParallel."""
-        return _DataParallelBaseline()
-
-
-class _DataParallelBaseline(Baseline):
-    def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        return nn.DataParallel(model), optimizer
 
 
 class TransparentDataParallel(Transparent, nn.DataParallel):  # type: ignore[type-arg]

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from hpctrain.cli.argument_types import seconds
@@ -25,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_step(kinds: Any) -> None:
     parser = _kind(kinds, "step", "hpctrain's training loop against a plain torch loop", 40.0)
-    _backend(parser)
+    _add_backend(parser)
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -41,15 +40,15 @@ def _add_step(kinds: Any) -> None:
     parser.add_argument(
         "--precision",
         default="auto",
-        choices=("auto", "fp32", "tf32", "bf16", "fp16"),
-        help="precision of both loops (default: %(default)s)",
+        choices=("auto", "fp32", "tf32", "bf16", "fp16", "O1", "O2"),
+        help="precision of both loops; for O1 and O2 the baseline has fp16 (default: %(default)s)",
     )
     parser.add_argument("--compile", action="store_true", help="compile the models")
 
 
 def _add_allreduce(kinds: Any) -> None:
     parser = _kind(kinds, "allreduce", "sums over the ranks, by message size", 30.0)
-    _backend(parser)
+    _add_backend(parser)
     parser.add_argument(
         "--sizes",
         type=_sizes,
@@ -96,7 +95,7 @@ def _add_checkpoint(kinds: Any) -> None:
         "--size",
         type=_size,
         metavar="SIZE",
-        help="size of the state (default: 1GB, less if disk space, memory or disk speed is low)",
+        help="size of the state (default: 200MB, less if disk space or memory is low)",
     )
 
 
@@ -122,7 +121,7 @@ def _kind(kinds: Any, name: str, text: str, default: float) -> argparse.Argument
     return parser
 
 
-def _backend(parser: argparse.ArgumentParser) -> None:
+def _add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="auto",
@@ -131,17 +130,6 @@ def _backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _named(name: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Return a decorator that sets the name of a type in argparse's messages."""
-
-    def give(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-        kind.__name__ = name
-        return kind
-
-    return give
-
-
-@_named("whole number from 1 on")
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -149,7 +137,6 @@ def _count(text: str) -> int:
     return value
 
 
-@_named("list of whole numbers such as 0,1,4")
 def _workers(text: str) -> list[int]:
     values = [int(part) for part in text.split(",")]
     if min(values) < 0:
@@ -157,14 +144,19 @@ def _workers(text: str) -> list[int]:
     return sorted(set(values))
 
 
-@_named("size such as 64kB, 1MB or 1GB")
 def _size(text: str) -> int:
     return size(text)
 
 
-@_named("list of sizes such as 4B,64kB,1MB")
 def _sizes(text: str) -> list[int]:
     return sorted({size(part) for part in text.split(",")})
+
+
+# Names of the types in argparse's messages.
+_count.__name__ = "whole number from 1 on"
+_workers.__name__ = "list of whole numbers such as 0,1,4"
+_size.__name__ = "size such as 64kB, 1MB or 1GB"
+_sizes.__name__ = "list of sizes such as 4B,64kB,1MB"
 
 
 def _main(arguments: argparse.Namespace) -> int:

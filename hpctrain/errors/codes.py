@@ -1506,7 +1506,6 @@ CODES: dict[str, Code] = {
         (
             "The file system or the memory has too little room for the state and its copies.",
             "The directory is not writable, or a quota is used up.",
-            "The file system is so slow that the other ranks could reach their time-out.",
         ),
         "Give a smaller `--size`, or `--run-dir DIR` on another file system.",
     ),
@@ -1530,7 +1529,7 @@ CODES: dict[str, Code] = {
         "`hpctrain bench` cannot write its results to the file of `--json`.",
         (
             "The folder does not exist or is not writable.",
-            "The path is a folder, a device, a pipe, or the output of the command itself.",
+            "The path is a folder, a device or a pipe.",
             "The file system is full.",
         ),
         "Choose another file: `--json FILE`.",
@@ -1560,14 +1559,6 @@ CODES: dict[str, Code] = {
             "Another process uses the memory of the same GPU.",
         ),
         "Give a smaller `--batch-size`. Look at `nvidia-smi` for other processes.",
-    ),
-    "HT908": Code(
-        "`hpctrain bench input` found a file that cannot be decoded as an image.",
-        (
-            "The copy of the data set is incomplete or damaged.",
-            "The file has another content than its name says.",
-        ),
-        "Copy or download the file again, or give other images with `--data PATH`.",
     ),
     "HT909": Code(
         "`--data` of `hpctrain bench input` has fewer images than one batch of all ranks.",

@@ -18,7 +18,6 @@ from hpctrain.backends.barrier import absent, assemble, host_of
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.ddp import ddp_options, text_exchange
-from hpctrain.backends.ddp.ddp_baseline import DDPBaseline
 from hpctrain.backends.ddp.flight_recorder import FlightRecorder
 from hpctrain.backends.ddp.rehearsal import reached, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
@@ -149,7 +148,7 @@ class DDP(Backend):
         return {
             "device_ids": [self.device] if self.device.type == "cuda" else None,
             **ddp_options.arguments(model, self._own, self.transport),
-            **_NO_BUFFERS_IN_FORWARD,
+            **NO_BUFFERS_IN_FORWARD,
         }
 
     def attach(self, loss: Tensor) -> Tensor:
@@ -323,10 +322,6 @@ class DDP(Backend):
         else:
             dist.barrier()
 
-    def baseline(self) -> DDPBaseline:
-        """Return the baseline; as in `wrap`, forward passes do not exchange buffers."""
-        return DDPBaseline(self.device, _NO_BUFFERS_IN_FORWARD)
-
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Return an error for a lost or unresponsive rank, or for missing gradients; else None."""
         if not isinstance(error, RuntimeError):
@@ -390,7 +385,7 @@ class DDP(Backend):
 # Buffers are synchronized before an evaluation, not in every step: so the only collective of a
 # step is that of its gradients. torch 2.15 renamed the argument.
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
+NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False
 }
 

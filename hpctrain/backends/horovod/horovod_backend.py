@@ -20,7 +20,6 @@ from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
 from hpctrain.backends.horovod.connections import Connections
-from hpctrain.backends.horovod.horovod_baseline import HorovodBaseline
 from hpctrain.backends.horovod.horovod_import import load, refuse_options, refuse_own_name
 from hpctrain.backends.horovod.rendezvous import Client, Server
 from hpctrain.backends.horovod.stall_timer import StallTimer
@@ -326,10 +325,6 @@ class Horovod(Backend):
         """Wait at Horovod's barrier."""
         with self._stall_timer("a barrier"):
             self._hvd.barrier()
-
-    def baseline(self) -> HorovodBaseline:
-        """Return the baseline over the same Horovod."""
-        return HorovodBaseline(self._hvd)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Return an error that names lost or failed ranks, after an error of Horovod.

@@ -1,28 +1,29 @@
-"""Benchmark of a sum over the ranks: raw call, hpctrain, and a copy of the same size."""
+"""Benchmark of a sum over the ranks: the raw call and hpctrain's, by message size."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.tools.bench.measure import busbw, compare, describe, spell, table
+from hpctrain.tools.bench import baseline
+from hpctrain.tools.bench.figures import Results, compare
+from hpctrain.tools.bench.measure import spell
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["evaluate", "measure", "show"]
+__all__ = ["evaluate", "measure"]
 
-RAW, OURS, COPY = "raw call", "hpctrain", "copy"
+RAW, OURS = "raw call", "hpctrain"
 _SIZES = (4, 4_000, 64_000, 1_000_000, 4_000_000, 16_000_000)
 _SIZES_OF_GPUS = (*_SIZES, 64_000_000, 256_000_000)
 _BLOCK_SECONDS, _MOST_CALLS = 0.02, 100
 _NUMBER = 4  # bytes of a number in float32
 
 
-def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(session: Session, arguments: argparse.Namespace) -> Results:
     """Measure latency and bandwidth for each size; all ranks must call this together.
 
     Args:
@@ -39,7 +40,14 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     ranks = session.backend.gather_object(times)
     if not session.is_main:
         return {}
-    return {"results": [evaluate(size, slowest([r[size] for r in ranks]), world) for size in sizes]}
+    return {
+        "title": "times of the slowest rank",
+        "results": {
+            spell(size): evaluate(size, slowest([own[size] for own in ranks]), world)
+            for size in sizes
+        },
+        "notes": "The smallest size shows the latency. busbw: bytes / time · 2(n-1)/n.",
+    }
 
 
 def _refuse(sizes: Sequence[int], world: int) -> None:
@@ -63,24 +71,17 @@ def _refuse(sizes: Sequence[int], world: int) -> None:
 
 def _of_size(session: Session, size: int, seconds: float) -> Times:
     """Return the seconds of a call for each arm, one value per round."""
-    backend, raw = session.backend, session.backend.baseline()
+    backend, direct = session.backend, baseline.direct_sum(session.backend)
     tensor = torch.zeros(size // _NUMBER, device=session.device)
-    other = torch.empty_like(tensor)
-    actions = {
-        RAW: lambda: raw.sum(tensor),
-        OURS: lambda: backend.sum(tensor),
-        COPY: lambda: other.copy_(tensor),
+    actions = {RAW: lambda: direct(tensor), OURS: lambda: backend.sum(tensor)}
+    calls = [calls_for(session, one, _BLOCK_SECONDS, _MOST_CALLS) for one in actions.values()]
+    arms = {
+        name: partial(timed, session.device, action, calls[0]) for name, action in actions.items()
     }
-    calls = {
-        name: calls_for(session, actions[name], _BLOCK_SECONDS, _MOST_CALLS) for name in (RAW, COPY)
-    }
-    calls[OURS] = calls[RAW]
-    arms = {name: partial(timed, session.device, actions[name], calls[name]) for name in actions}
-    timed(session.device, actions[OURS], 2)
     return in_turns(session, arms, seconds)
 
 
-def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[str, Any]:
+def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[str, Results]:
     """Summarise the results for one size.
 
     Args:
@@ -88,46 +89,8 @@ def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[st
         times: seconds of a call at the slowest rank for each arm, one value per round.
         ranks: world size.
     """
-    arms: dict[str, dict[str, Any]] = compare(times, RAW, "us", 1e6)
-    for arm in (RAW, OURS):
-        speed = size / arms[arm]["us"]["median"] * 1e6
-        arms[arm] |= {"algbw": speed / 1e9, "busbw": busbw(speed, ranks) / 1e9}
-    arms[COPY]["gigabytes_per_second"] = size / arms[COPY]["us"]["median"] / 1e3
-    return {"bytes": size, "arms": arms}
-
-
-def show(found: dict[str, Any]) -> str:
-    """Format the results as a table with a row for each size."""
-    head = (
-        "size",
-        "raw call, µs",
-        "hpctrain, µs",
-        "ratio",
-        "algbw GB/s",
-        "busbw GB/s",
-        "copy GB/s",
-    )
-    rows = [head]
-    for result in found["results"]:
-        raw, ours, copy = (result["arms"][name] for name in (RAW, OURS, COPY))
-        rows.append(
-            (
-                spell(result["bytes"]),
-                describe(raw["us"]),
-                describe(ours["us"]),
-                describe(ours["ratio"], ".3f"),
-                f"{ours['algbw']:.3g}",
-                f"{ours['busbw']:.3g}",
-                f"{copy['gigabytes_per_second']:.3g}",
-            )
-        )
-    return "\n".join(
-        [
-            table(rows),
-            "",
-            "Medians over rounds at the slowest rank, with 95 % intervals; ratios round by round. "
-            "The first line is the latency.",
-            "algbw: bytes / time; busbw: algbw · 2(n-1)/n, of hpctrain; copy: bytes copied / time, "
-            "within the device.",
-        ]
-    )
+    arms = compare({name: {"us": [1e6 * one for one in own]} for name, own in times.items()}, RAW)
+    for arm in arms.values():  # factor: PERFORMANCE.md of NVIDIA's nccl-tests
+        arm["algbw"] = size / arm["us"]["median"] / 1e3
+        arm["busbw"] = arm["algbw"] * 2 * (ranks - 1) / ranks
+    return arms

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,158 +18,157 @@ import torch
 
 from hpctrain.checkpoint import Writer
 from hpctrain.checkpoint.available_memory import available
+from hpctrain.cluster.env_vars import RUN_DIR
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
-from hpctrain.tools.bench.measure import compare, describe, spell, table
-from hpctrain.tools.bench.turns import in_turns, timed
-from hpctrain.tools.doctor import storage
+from hpctrain.tools.bench.figures import Results, compare
+from hpctrain.tools.bench.measure import spell
+from hpctrain.tools.bench.turns import in_turns
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["evaluate", "measure", "refuse_size", "show", "write"]
+__all__ = ["BASE", "OURS", "Save", "Saves", "measure", "refuse_size", "timed"]
 
 T = TypeVar("T")
+# Begins to save, and returns a function that waits until all is on the disk.
+Save = Callable[[], Callable[[], Any]]
 
-BASE, OURS, WRITE, COPY = "torch.save, fsync", "hpctrain", "raw write, fsync", "memory copy"
+BASE, OURS, WRITE = "torch.save, fsync", "hpctrain", "raw write, fsync"
+_DEFAULT = 200 * 10**6  # about a checkpoint of ResNet-50 with momentum
 _TENSORS = 160  # about the number of weight tensors of ResNet-50
-_LARGEST, _TRIAL, _SECONDS_OF_A_WRITE = 10**9, 64 * 10**6, 2.0
 # The previous checkpoint stays until the new one is complete.
 _ROOM = 2.2
-# The state, its copy in the writer, the bytes of the raw write, and their copy.
-_COPIES = 4
-_PIECE = 1 << 22
+# The state, its copy in the writer, and the bytes of the raw write.
+_COPIES = 3
 _LEAST = 10**4
-# Largest slowdown of an arm against the trial: other jobs use the disk, caches fill up.
-_SLOWER = 3
 
 
-class _SavingArms:
-    """Arms that save a state; each returns the seconds until it is on the disk.
+class Saves:
+    """Ways to save a state.
 
     Args:
         folder: separate folder on the file system to measure.
-        size: bytes of the state.
+        size: bytes of the state: weights and momenta, each with half of them.
         device: device of the state.
-
-    Attributes:
-        all: arms by name.
-        pauses: seconds that training waited for hpctrain, one value per call.
     """
 
     def __init__(self, folder: Path, size: int, device: torch.device) -> None:
-        self._folder, self._device = folder, device
-        self._state = _new_state(size, device)
+        self.folder = folder
+        shape = (max(size // 4 // 2 // _TENSORS, 1),)
+        names = [f"layer{number}.weight" for number in range(_TENSORS)]
+        weights, momenta = (
+            {name: torch.full(shape, 0.1, device=device) for name in names} for _ in range(2)
+        )
+        self.state: dict[str, Any] = {"model": weights, "optimizer": {"momentum": momenta}}
         self._bytes = torch.full((size,), 17, dtype=torch.uint8)
-        self._copy = torch.empty_like(self._bytes)
         self._writer = Writer(RunDirectory(folder / "run"), keep=1)
         self._step = 0
-        self.all: dict[str, Callable[[], float]] = {
-            BASE: self.by_torch,
-            OURS: self.ours,
-            WRITE: self.raw,
-            COPY: self.copy,
-        }
-        self.pauses: list[float] = []
 
-    def by_torch(self) -> float:
+    def by_torch(self) -> Callable[[], Any]:
         """Save with torch.save, as the baseline; training waits for all of it."""
-        path = self._folder / "state.pt"
-        begin = time.perf_counter()
-        with open(path, "wb") as file:
-            torch.save(self._state, file)
+        with open(self.folder / "state.pt", "wb") as file:
+            torch.save(self.state, file)
             file.flush()
             os.fsync(file.fileno())
-        seconds = time.perf_counter() - begin
-        path.unlink()
-        return seconds
+        return lambda: None
 
-    def ours(self) -> float:
+    def ours(self) -> Callable[[], Any]:
         """Save in the background with hpctrain; training waits only for a copy."""
         self._step += 1
-        begin = time.perf_counter()
-        self._writer.save(self._step, self._state, {})
-        pause = time.perf_counter() - begin
-        self._writer.wait()
-        seconds = time.perf_counter() - begin
-        self.pauses.append(pause)
-        return seconds
+        self._writer.save(self._step, self.state, {})
+        return self._writer.wait
 
-    def raw(self) -> float:
+    def raw(self) -> Callable[[], Any]:
         """Write the same number of bytes, to measure the file system alone."""
-        return write(self._folder / "raw", self._bytes)
+        write(self.folder / "raw", self._bytes)
+        return lambda: None
 
-    def copy(self) -> float:
-        """Copy the same number of bytes, to measure the memory of the host."""
-        return timed(torch.device("cpu"), lambda: self._copy.copy_(self._bytes))
+    def clear(self) -> None:
+        """Remove all files but those of hpctrain, which keeps one checkpoint."""
+        for path in self.folder.iterdir():
+            if path.is_file():
+                path.unlink()
 
     def close(self) -> None:
         """Wait until everything is written."""
         self._writer.close()
 
 
-def _new_state(size: int, device: torch.device) -> dict[str, Any]:
-    """Return a state of weights and momenta, each with half of the bytes."""
-    count = max(size // 4 // 2 // _TENSORS, 1)
-    tensors = [torch.full((count,), 0.1, device=device) for _ in range(2 * _TENSORS)]
-    weights = {f"layer{n}.weight": tensor for n, tensor in enumerate(tensors[:_TENSORS])}
-    momenta = {n: {"momentum_buffer": tensor} for n, tensor in enumerate(tensors[_TENSORS:])}
-    return {"model": weights, "optimizer": {"state": momenta, "param_groups": []}}
-
-
-def write(path: Path, content: torch.Tensor) -> float:
-    """Write bytes to a file and remove it; return the seconds until they were on the disk.
+def write(path: Path, content: torch.Tensor) -> None:
+    """Write bytes to a file until they are on the disk.
 
     Args:
         path: path of the file.
         content: uint8 tensor on the host.
     """
-    view = memoryview(content.numpy())  # type: ignore[arg-type]
-    begin = time.perf_counter()
-    with open(path, "wb", buffering=0) as file:
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            while piece:
-                piece = piece[file.write(piece) or 0 :]
+    with open(path, "wb") as file:
+        file.write(memoryview(content.numpy()))  # type: ignore[arg-type]
+        file.flush()
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - begin
-    path.unlink()
-    return seconds
 
 
-def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+def timed(save: Save) -> tuple[float, float]:
+    """Save once; return the seconds that training waits, and those until all is on the disk."""
+    begin = time.perf_counter()
+    wait = save()
+    pause = time.perf_counter() - begin
+    wait()
+    return pause, time.perf_counter() - begin
+
+
+def measure(session: Session, arguments: argparse.Namespace) -> Results:
     """Measure pauses and the times until all is on the disk; all ranks must call this together.
 
     Args:
         session: open session.
-        arguments: arguments `run`, `size` (bytes; None for a size that fits) and `seconds`.
+        arguments: arguments `run_dir`, `size` (bytes; None for a size that fits) and `seconds`.
 
     Raises:
-        UsageError: disk space, memory or time does not suffice, or the directory is not writable.
+        UsageError: disk space or memory does not suffice, or the directory is not writable.
     """
-    opened: list[_SavingArms] = []  # empty at all ranks but rank 0
+    opened: list[Saves] = []  # empty at all ranks but rank 0
+    stalls: dict[str, list[float]] = {BASE: [], OURS: [], WRITE: []}
 
-    def open_arms() -> tuple[str, int]:
-        path, folder = _make_folder(arguments.run_dir, undo)
-        size = arguments.size or _fitting(folder)
-        refuse_size(size, path, shutil.disk_usage(folder).free, available())
-        if arguments.size and session.world.world_size > 1:
-            refuse_slow(size, _speed(folder, min(size, _TRIAL)), session.options.timeout)
-        opened.append(_SavingArms(folder, size, session.device))
-        undo.callback(opened[0].close)
-        return str(path), size
-
-    def turn(name: str) -> float:
-        seconds: float = on_rank_zero(session.backend, lambda: _as_usage_error(opened[0].all[name]))
+    def save(name: str) -> float:
+        saves = opened[0]
+        saves.clear()
+        stall, seconds = timed({BASE: saves.by_torch, OURS: saves.ours, WRITE: saves.raw}[name])
+        stalls[name].append(stall)
         return seconds
 
+    def turn(name: str) -> float:
+        return on_rank_zero(session.backend, partial(_as_usage_error, partial(save, name)))
+
     with ExitStack() as undo:
-        path, size = on_rank_zero(session.backend, lambda: _as_usage_error(open_arms))
-        arms = {name: partial(turn, name) for name in (BASE, OURS, WRITE, COPY)}
+        begin = partial(_open, arguments, session.device, undo, opened)
+        path, size = on_rank_zero(session.backend, partial(_as_usage_error, begin))
+        arms = {name: partial(turn, name) for name in stalls}
         in_turns(session, arms, 0.0, 1)  # warm-up: memory is allocated, and directories are created
         times = in_turns(session, arms, arguments.seconds)
-        if not session.is_main:
-            return {}
-        return {"path": path, "bytes": size, **evaluate(size, times, opened[0].pauses[1:])}
+    if not session.is_main:
+        return {}
+    series = {name: {"stall_s": stalls[name][1:], "whole_s": own} for name, own in times.items()}
+    results = compare(series, BASE)
+    for arm in results.values():
+        arm["gb_per_s"] = size / arm["whole_s"]["median"] / 1e9
+    title = f"{spell(size)}, half weights and half momenta, in {path}"
+    return {"path": path, "bytes": size, "title": title, "results": results}
+
+
+def _open(
+    arguments: argparse.Namespace, device: torch.device, undo: ExitStack, opened: list[Saves]
+) -> tuple[str, int]:
+    """Append `Saves` in a new folder, which `undo` removes; return the run directory and size."""
+    path = Path(arguments.run_dir or os.environ.get(RUN_DIR) or "runs").absolute()
+    nearest = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    folder = Path(tempfile.mkdtemp(dir=nearest, prefix=".hpctrain-bench-"))
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    free, memory = shutil.disk_usage(folder).free, available()
+    size = arguments.size or _fitting(free, memory)
+    refuse_size(size, path, free, memory)
+    opened.append(Saves(folder, size, device))
+    undo.callback(opened[0].close)
+    return str(path), size
 
 
 def _as_usage_error(function: Callable[[], T]) -> T:
@@ -191,36 +190,15 @@ def _as_usage_error(function: Callable[[], T]) -> T:
         ) from None
 
 
-def _make_folder(run: str | None, undo: ExitStack) -> tuple[Path, Path]:
-    """Return the run directory, and a new folder on its file system, removed at the end."""
-    path = storage.run(run, os.environ)
-    folder = Path(tempfile.mkdtemp(dir=storage.nearest(path), prefix=".hpctrain-bench-"))
-    undo.callback(shutil.rmtree, folder, ignore_errors=True)
-    return path, folder
+def _fitting(free: int, memory: int | None) -> int:
+    """Return the default size, or a smaller one that takes half of the room.
 
-
-def _fitting(folder: Path) -> int:
-    """Return a size that fits and takes about two seconds; one digit and zeros, at most 1 GB."""
-    free = shutil.disk_usage(folder).free
-    most = min(_LARGEST, free / _ROOM / 2, _speed(folder, _TRIAL) * _SECONDS_OF_A_WRITE)
-    memory = available()
-    if memory is not None:
-        most = min(most, memory / _COPIES / 2)
-    return max(_rounded(most), _LEAST)
-
-
-def _speed(folder: Path, size: int) -> float:
-    """Return the bytes per second to disk of a trial file; it is smaller if space is short."""
-    free = shutil.disk_usage(folder).free
-    trial = torch.zeros(max(min(size, free // 4), 1), dtype=torch.uint8)
-    write(folder / "trial", trial)  # the first write may have to wake the disk
-    return len(trial) / write(folder / "trial", trial)
-
-
-def _rounded(number: float) -> int:
-    """Round a number down to one digit and zeros."""
-    digits = str(int(number))
-    return int(digits[0] + "0" * (len(digits) - 1))
+    Args:
+        free: free bytes on the file system.
+        memory: bytes of memory that this process may use; None where unknown.
+    """
+    room = [free / _ROOM, *([memory / _COPIES] if memory is not None else [])]
+    return max(min(_DEFAULT, int(min(room) / 2)), _LEAST)
 
 
 def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
@@ -237,85 +215,16 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
     """
     if size < _LEAST:
         raise UsageError("HT902", f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
-    for free_bytes, needed, where in (
-        (free, size * _ROOM, f"on the file system of {path}"),
-        (memory, size * _COPIES, "of memory"),
+    for room, factor, where in (
+        (free, _ROOM, f"on the file system of {path}"),
+        (memory, _COPIES, "of memory"),
     ):
-        if free_bytes is not None and free_bytes < needed:
+        if room is not None and room < size * factor:
             raise UsageError(
                 "HT901",
-                f"{spell(free_bytes)} are free {where}, but a state of {spell(size)} needs "
-                f"{spell(needed)}",
-                "room for the new checkpoint and the previous one"
-                if where != "of memory"
-                else "room for the state, its copy, and the bytes of the reference writes",
-                f"--size {spell(_rounded(free_bytes / needed * size)).replace(' ', '')}",
+                f"{spell(room)} are free {where}, but a state of {spell(size)} needs "
+                f"{spell(size * factor)}",
+                "room for the state and its copies",
+                f"--size {spell(room / factor / 2).replace(' ', '')}",
                 "" if where == "of memory" else "--run-dir DIR on another file system",
             )
-
-
-def refuse_slow(size: int, speed: float, timeout: float) -> None:
-    """Raise an error if a write may take longer than the other ranks wait for rank 0.
-
-    Args:
-        size: bytes of the state.
-        speed: bytes per second of a trial write.
-        timeout: seconds after which a waiting rank considers another rank lost.
-
-    Raises:
-        UsageError: the write may take longer.
-    """
-    most = speed * timeout / _SLOWER
-    if size > most:
-        raise UsageError(
-            "HT901",
-            f"to write {spell(size)} takes about {size / speed:.0f} s here, but the other ranks "
-            f"wait for {timeout:.0f} s",
-            f"{timeout / _SLOWER:.0f} s or less, as torch.save may take several times as long",
-            f"--size {spell(_rounded(most)).replace(' ', '')}",
-            "start it in one process, for which no other rank waits",
-        )
-
-
-def evaluate(
-    size: int, times: Mapping[str, list[float]], pauses: Sequence[float]
-) -> dict[str, Any]:
-    """Summarise the results of the arms.
-
-    Args:
-        size: bytes of the state.
-        times: seconds until all is on the disk for each arm, one value per round.
-        pauses: seconds that training waited for hpctrain; for torch.save it waits the whole time.
-    """
-    arms: dict[str, dict[str, Any]] = compare(times, BASE, "seconds")
-    for arm in arms.values():
-        arm["gigabytes_per_second"] = size / arm["seconds"]["median"] / 1e9
-    pause = compare({BASE: times[BASE], OURS: pauses}, BASE, "seconds")[OURS]
-    return {"arms": arms, "pause": pause}
-
-
-def show(found: dict[str, Any]) -> str:
-    """Format the results as a table with a row for each arm."""
-    rows = [("", "training waits, s", "on the disk, s", "ratio", "GB/s")]
-    for name, arm in found["arms"].items():
-        pause = {BASE: arm["seconds"], OURS: found["pause"]["seconds"]}.get(name)
-        rows.append(
-            (
-                name,
-                describe(pause, ".3f") if pause else "",
-                describe(arm["seconds"], ".3f"),
-                describe(arm["ratio"], ".3f") if name != BASE else "",
-                f"{arm['gigabytes_per_second']:.3g}",
-            )
-        )
-    ratio = describe(found["pause"]["ratio"], ".3f")
-    return "\n".join(
-        [
-            f"{spell(found['bytes'])}, half weights and half momenta, in {found['path']}",
-            "",
-            table(rows),
-            "",
-            "Medians over rounds, with 95 % intervals; ratios round by round.",
-            f"Training waits {ratio} of the time that it waits for {BASE}.",
-        ]
-    )

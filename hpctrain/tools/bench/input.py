@@ -1,36 +1,95 @@
 """Benchmark of the input: images per second to the device, by the number of loader workers."""
 
 import argparse
+import importlib
+import io
 import itertools
 import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from hpctrain import data
-from hpctrain.data.images.decoding import CorruptError, find
 from hpctrain.data.shards import Source
-from hpctrain.errors import DataError, UsageError
-from hpctrain.tools.bench.measure import compare, describe, summary, table
-from hpctrain.tools.bench.pictures import Pictures
-from hpctrain.tools.bench.turns import Times, in_turns, slowest
+from hpctrain.errors import UsageError
+from hpctrain.tools.bench.figures import Results, compare
+from hpctrain.tools.bench.turns import Times, finish, in_turns
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["evaluate", "measure", "numbers_of_workers", "show"]
+__all__ = ["Pictures", "evaluate", "measure", "numbers_of_workers"]
 
 DECODE = "decoded, no loader"
 SYNTHETIC = "synthetic"
 _SIDE = 224
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-_PICTURES = 100_000
 _BLOCK_SECONDS = 1.0
 # A round is one batch of each worker. Each worker starts with tasks for two batches.
 _ROUNDS_BEFORE = 2
 _LEAST_ROUNDS = 3
+_NOTE = (
+    "The first line: images decoded whole in one thread; the others cut, collate and normalise as "
+    "well,\nand decode no more of a JPEG than they need."
+)
+
+
+class Pictures:
+    """Source of synthetic images in memory: noise with pixels and bytes as those of ImageNet.
+
+    Eight files of 500 × 375 pixels and about 110 kB repeat. They decode as slowly as a photograph
+    of as many bytes, but all images of a data set are of one size.
+
+    Args:
+        length: number of images.
+
+    Attributes:
+        classes: names of the classes.
+        place: place of the images, for messages.
+
+    Raises:
+        UsageError: Pillow, which creates the images, is not installed.
+    """
+
+    place = "memory"
+
+    def __init__(self, length: int = 100_000) -> None:
+        self.classes = ["one", "other"]
+        self._length = length
+        self._files = [_noise() for _ in range(8)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, index: int) -> bytes:
+        """Return the JPEG file of an image."""
+        return self._files[index % len(self._files)]
+
+    def target(self, index: int) -> int:
+        """Return the class number of an image."""
+        return index % len(self.classes)
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages."""
+        return f"picture {index}"
+
+
+def _noise() -> bytes:
+    """Return a JPEG file of grains of two pixels."""
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise UsageError(
+            "HT905",
+            f"synthetic images, but Pillow cannot be imported: {error}",
+            "Pillow, which creates them",
+            "pip install 'hpctrain[vision]'",
+        ) from None
+    bands = [image.effect_noise((250, 188), 40).resize((500, 375)) for _ in range(3)]
+    buffer = io.BytesIO()
+    image.merge("RGB", bands).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
 
 
 class _Endless(data.TrainingSampler):
@@ -51,8 +110,11 @@ class _LoadingArms:
     """
 
     def __init__(self, session: Session, source: Source) -> None:
-        self._session, self._source = session, source
-        self._decoder = find("auto")
+        self._session = session
+        self._whole = data.ImageSet(
+            source,
+            lambda file, decoder: (decoder.decode(file), False),  # type: ignore[arg-type]
+        )
         self._set = data.ImageSet(source, data.RandomResizedCrop(_SIDE))
         self._sampler = _Endless(len(source), session.batches, session.world, session.options.seed)
 
@@ -64,16 +126,7 @@ class _LoadingArms:
         """
         begin, count, seconds = time.perf_counter(), 0, 0.0
         for index in itertools.chain.from_iterable(self._new_order()):
-            try:
-                self._decoder.decode(self._source.read(index))
-            except CorruptError as error:
-                raise DataError(
-                    "HT908",
-                    f"{self._source.name(index)} is no image that can be decoded: {error}",
-                    "images",
-                    "fetch it again",
-                    "--data PATH of other images",
-                ) from None
+            self._whole[index]
             count += 1
             seconds = time.perf_counter() - begin
             if seconds >= _BLOCK_SECONDS:
@@ -101,24 +154,19 @@ class _LoadingArms:
         )
         batches, a_round = iter(loader), max(workers, 1)
         _take(batches, _ROUNDS_BEFORE * a_round)
-        self._finish()
+        finish(session.device)
         begin, rounds, seconds = time.perf_counter(), 0, 0.0
         while seconds < _BLOCK_SECONDS or rounds < _LEAST_ROUNDS:
             _take(batches, a_round)
             rounds += 1
             seconds = time.perf_counter() - begin
-        self._finish()
-        samples = rounds * a_round * session.batches.batch_size
-        return (time.perf_counter() - begin) / samples
+        finish(session.device)
+        return (time.perf_counter() - begin) / (rounds * a_round * session.batches.batch_size)
 
     def _new_order(self) -> data.TrainingSampler:
         """Return the samples of this rank in a new order, so that each block starts with others."""
         self._sampler.epoch += 1
         return self._sampler
-
-    def _finish(self) -> None:
-        if self._session.device.type == "cuda":
-            torch.cuda.synchronize(self._session.device)
 
 
 def _take(batches: Iterator[Any], count: int) -> None:
@@ -126,7 +174,7 @@ def _take(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(session: Session, arguments: argparse.Namespace) -> Results:
     """Measure images per second by number of workers; all ranks must call this together.
 
     Args:
@@ -137,7 +185,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: there are no images, fewer than one step takes, or no decoder.
     """
-    source = _source(arguments.data)
+    synthetic = arguments.data == SYNTHETIC
+    source = Pictures() if synthetic else data.image_source(arguments.data, "train")
     _refuse_few(source, session)
     arms = _LoadingArms(session, source)
     cores = min(len(os.sched_getaffinity(0)), session.workers + 1)
@@ -152,15 +201,11 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "data": arguments.data,
         "images": len(source),
-        "side": _SIDE,
         "batch_size": size,
-        "need": arguments.need,
-        **evaluate(ranks, size, numbers, arguments.need),
+        "title": f"{arguments.data}: {len(source):,} images, to {_SIDE} pixels, "
+        f"{size} of a rank in a batch",
+        **evaluate(ranks, numbers, arguments.need),
     }
-
-
-def _source(path: str) -> Source:
-    return Pictures(_PICTURES) if path == SYNTHETIC else data.image_source(path, "train")
 
 
 def _refuse_few(source: Source, session: Session) -> None:
@@ -192,56 +237,28 @@ def _name(workers: int) -> str:
     return f"{workers} worker{'s' * (workers != 1)}"
 
 
-def evaluate(
-    ranks: Sequence[Times], batch_size: int, numbers: Sequence[int], need: int | None
-) -> dict[str, Any]:
+def evaluate(ranks: Sequence[Times], numbers: Sequence[int], need: int | None) -> Results:
     """Summarise the results of the arms.
 
     Args:
         ranks: for each rank, the seconds per image of each arm, one value per round.
-        batch_size: batch size of a rank.
         numbers: numbers of workers that were tried.
         need: images per second that the steps of a rank need; None where not given.
     """
-    arms: dict[str, dict[str, Any]] = compare(
-        slowest(ranks), DECODE, "ms_per_batch", 1e3 * batch_size
-    )
-    for name, arm in arms.items():
-        rounds = zip(*(times[name] for times in ranks), strict=True)
-        arm["images_per_second"] = summary([sum(1 / own for own in row) for row in rounds])
-        arm["images_per_second_of_a_rank"] = 1e3 * batch_size / arm["ms_per_batch"]["median"]
-        del arm["ratio"]
-    found: dict[str, Any] = {"arms": arms}
+    rounds = {name: list(zip(*(own[name] for own in ranks), strict=True)) for name in ranks[0]}
+    series = {name: {"images_per_s": [_rate(row) for row in own]} for name, own in rounds.items()}
+    results = compare(series, by=())
+    for name, arm in results.items():
+        arm["images_per_s_of_a_rank"] = 1 / statistics.median(map(max, rounds[name]))
+    found: Results = {"results": results, "notes": _NOTE}
     if need is not None:
-        enough = [n for n in numbers if arms[_name(n)]["images_per_second_of_a_rank"] >= need]
+        enough = [n for n in numbers if results[_name(n)]["images_per_s_of_a_rank"] >= need]
         found["enough_workers"] = min(enough, default=None)
+        option = f"--workers {min(enough)}" if enough else "none of these numbers"
+        found["notes"] += f"\n{need:,} images/s for a rank: {option} is enough."
     return found
 
 
-def show(found: Mapping[str, Any]) -> str:
-    """Format the results as a table with a row for each number of workers."""
-    rows = [("", "images/s, all ranks", "slowest rank", "ms per batch")]
-    for name, arm in found["arms"].items():
-        rows.append(
-            (
-                name,
-                describe(arm["images_per_second"], ".0f"),
-                f"{arm['images_per_second_of_a_rank']:.0f}",
-                describe(arm["ms_per_batch"]),
-            )
-        )
-    lines = [
-        f"{found['data']}: {found['images']:,} images, to {found['side']} pixels, "
-        f"{found['batch_size']} of a rank in a batch",
-        "",
-        table(rows),
-        "",
-        "Medians over rounds, with 95 % intervals. The first line: images decoded whole in one "
-        "thread; the others cut,",
-        "collate and normalise as well, and decode no more of a JPEG than they need.",
-    ]
-    if found["need"]:
-        workers = found["enough_workers"]
-        option = f"--workers {workers}" if workers is not None else "none of these numbers"
-        lines.append(f"{found['need']:,} images/s for a rank: {option} is enough.")
-    return "\n".join(lines)
+def _rate(seconds: Sequence[float]) -> float:
+    """Return the images per second of all ranks from their seconds per image."""
+    return sum(1 / own for own in seconds)

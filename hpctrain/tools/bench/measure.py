@@ -1,23 +1,20 @@
 """Shared functions of the benchmarks: statistics, sizes, tables, machine facts. No torch."""
 
 import datetime
+import math
 import os
 import platform
 import re
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-from hpctrain.cluster import commands
+from typing import Any, TypeVar
 
 __all__ = [
-    "busbw",
-    "compare",
     "describe",
     "facts",
     "order",
@@ -25,64 +22,13 @@ __all__ = [
     "spell",
     "summary",
     "table",
+    "take_turns",
 ]
+
+T = TypeVar("T")
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kKMGT]?)B?\Z", re.ASCII)
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, the quartiles, and a 95 % confidence interval of the median.
-
-    Other jobs on the machine would distort a mean. The interval is that of the sign test, which
-    assumes no distribution. With fewer than six values it is their range, at a lower confidence.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    quarters = statistics.quantiles(ordered, n=4, method="inclusive")
-    below = _left_out(count)
-    return {
-        "median": statistics.median(ordered),
-        "first_quartile": quarters[0],
-        "third_quartile": quarters[2],
-        "low": ordered[below],
-        "high": ordered[count - 1 - below],
-        "count": count,
-    }
-
-
-def _left_out(count: int) -> int:
-    """Return how many values the interval leaves out at each end.
-
-    Of n values, k or fewer are below the true median in sum(comb(n, i) for i <= k) of 2^n cases,
-    and above it in as many cases. Both together may be at most a twentieth of all cases.
-    """
-    number, ways, cases = 0, 1, 1
-    while 40 * cases <= 2**count:
-        number += 1
-        ways = ways * (count - number + 1) // number
-        cases += ways
-    return max(number - 1, 0)
-
-
-def compare(
-    times: Mapping[str, Sequence[float]], base: str, unit: str, factor: float = 1.0
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Summarise the times of each arm, and their ratios to the base arm's times in the same round.
-
-    Args:
-        times: times of each arm, one for each round.
-        base: arm that the others are compared with.
-        unit: name of the times in the result.
-        factor: factor that converts the times to that unit.
-    """
-    return {
-        name: {
-            unit: summary([time * factor for time in own]),
-            "ratio": summary([a / b for a, b in zip(own, times[base], strict=True)]),
-        }
-        for name, own in times.items()
-    }
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
@@ -96,18 +42,29 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return rotated[::-1] if number % 2 else rotated
 
 
-def busbw(bytes_per_second: float, ranks: int) -> float:
-    """Compute the bus bandwidth of an all-reduce.
+def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Call the arms in turn, and return the results of each arm, one for each round."""
+    results: dict[str, list[T]] = {name: [] for name in arms}
+    for number in range(rounds):
+        for name in order(list(arms), number):
+            results[name].append(arms[name]())
+    return results
 
-    It is the load of the slowest link, and can be compared across numbers of ranks.
 
-    Args:
-        bytes_per_second: algorithm bandwidth, which is size divided by time.
-        ranks: number of ranks that take part.
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and its 95 % confidence interval.
 
-    Source: PERFORMANCE.md of NVIDIA's nccl-tests: factor 2(n-1)/n.
+    Other jobs on the machine would distort a mean. The interval is between two of the values (sign
+    test, normal approximation), so it assumes no distribution. Of few values it is their range.
     """
-    return bytes_per_second * 2 * (ranks - 1) / ranks
+    ordered, count = sorted(values), len(values)
+    left_out = max(int((count - 1 - 1.96 * math.sqrt(count)) / 2), 0)
+    return {
+        "median": statistics.median(ordered),
+        "low": ordered[left_out],
+        "high": ordered[count - 1 - left_out],
+        "count": count,
+    }
 
 
 def size(text: str) -> int:
@@ -136,8 +93,19 @@ def describe(figures: Mapping[str, float], form: str = ".1f") -> str:
     return f"{figures['median']:{form}} [{figures['low']:{form}}, {figures['high']:{form}}]"
 
 
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows under a header; the first column is left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
 def facts(packages: Sequence[str]) -> dict[str, Any]:
-    """Return the facts that a figure depends on: date, command, machine, versions and commit.
+    """Return the facts that a figure depends on: date, command, machine and versions.
 
     Args:
         packages: names of the packages whose versions matter.
@@ -158,20 +126,7 @@ def facts(packages: Sequence[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             **{package: _version(package) for package in packages},
         },
-        "commit": _commit(),
     }
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows under a header; the first column is left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
 
 
 def _cpu() -> str:
@@ -186,16 +141,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """Return the commit of this file, with a + if its repository has changes.
-
-    None if no repository tracks the file, as in an installed package, even if another repository
-    contains the package.
-    """
-    file = Path(__file__)
-    if commands.git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None
-    describe = ("--no-optional-locks", "describe", "--always", "--dirty=+", "--abbrev=12")
-    return commands.git(file.parent, *describe)

@@ -1,6 +1,9 @@
 """Models of the step benchmark, and random batches for them."""
 
+import importlib
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -14,8 +17,6 @@ __all__ = ["batch_of", "choose", "maker"]
 
 SMALL = "small"
 _LARGE = "resnet50"
-# Pixels per side and number of classes: True for the small model, False for the others.
-_SHAPES = {True: (32, 10), False: (224, 1000)}
 
 
 def choose(given: str | None, device: torch.device) -> str:
@@ -27,20 +28,8 @@ def choose(given: str | None, device: torch.device) -> str:
         UsageError: no model has that name, or torchvision, which provides it, is missing.
     """
     if given is None:
-        return _LARGE if device.type == "cuda" and _zoo() is not None else SMALL
-    if given == SMALL:
-        return given
-    zoo = _zoo()
-    if zoo is None:
-        raise UsageError(
-            "HT905",
-            f"--model {given}, but torchvision cannot be imported",
-            "torchvision, which has the model",
-            "pip install 'hpctrain[vision]'",
-            "--model small",
-        )
-    names = zoo.list_models(module=zoo)
-    if given not in names:
+        return _LARGE if device.type == "cuda" and find_spec("torchvision") else SMALL
+    if given != SMALL and given not in (names := _zoo().list_models(module=_zoo())):
         raise UsageError(
             "HT906",
             f"--model {given}",
@@ -57,28 +46,19 @@ def maker(name: str) -> Callable[[], nn.Module]:
         name: name that `choose` returned.
 
     Raises:
-        UsageError: torchvision is missing on this rank, but not at rank 0.
+        UsageError: torchvision is missing on this host.
     """
     if name == SMALL:
         return _small
-    zoo = _zoo()
-    if zoo is None:  # missing on this rank, but not at rank 0
-        raise UsageError(
-            "HT905",
-            "torchvision cannot be imported here, but it can at rank 0",
-            "the same packages on all hosts",
-            "pip install 'hpctrain[vision]'",
-            "--model small",
-        )
     # Leave out their second output, which is for training only: the step's loss does not use it.
     two = name in ("googlenet", "inception_v3")
     more = {"aux_logits": False, "init_weights": True} if two else {}
-    return lambda: zoo.get_model(name, weights=None, **more)  # type: ignore[no-any-return]
+    return partial(_zoo().get_model, name, weights=None, **more)
 
 
 def batch_of(name: str, session: Session) -> tuple[Tensor, Tensor]:
     """Return random images (samples, 3, side, side) and targets (samples) on the device."""
-    side, classes = _SHAPES[name == SMALL]
+    side, classes = (32, 10) if name == SMALL else (224, 1000)
     samples = session.batches.batch_size
     images, targets = torch.randn(samples, 3, side, side), torch.randint(classes, (samples,))
     batch: tuple[Tensor, Tensor] = session.placement((images, targets))
@@ -94,10 +74,14 @@ def _small() -> nn.Module:
     )  # fmt: skip
 
 
-def _zoo() -> ModuleType | None:
+def _zoo() -> ModuleType:
     try:
-        from torchvision import models
-    except (ImportError, RuntimeError, OSError):  # from a torchvision built for another torch
-        return None
-    found: ModuleType = models
-    return found
+        return importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError, OSError) as error:  # or it was built for another torch
+        raise UsageError(
+            "HT905",
+            f"torchvision, which has the model, cannot be imported on this host: {error}",
+            "the same torchvision on all hosts, for the installed torch",
+            "pip install 'hpctrain[vision]'",
+            "--model small",
+        ) from None

@@ -1,46 +1,37 @@
 """`hpctrain bench WHAT`: opens a session and measures; rank 0 prints and saves the results."""
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hpctrain import rundir
 from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools.bench import allreduce, checkpoint, input, step
-from hpctrain.tools.bench.measure import facts
+from hpctrain.tools.bench.figures import Results, rows
+from hpctrain.tools.bench.measure import facts, table
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["execute", "title"]
+__all__ = ["execute", "show"]
 
-# Timeout of the session in seconds; no collective of a measurement waits longer.
-_TIMEOUT = 300.0
-
-
-class _Measurement(Protocol):
-    """Interface of the benchmark modules."""
-
-    def measure(self, session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-        """Measure, and return the results at rank 0; all ranks must call this together."""
-
-    def show(self, found: dict[str, Any]) -> str:
-        """Format the results as text."""
+# Timeout of the session in seconds. In `bench checkpoint`, the other ranks wait for rank 0, which
+# writes a state of any size to a disk of any speed.
+_TIMEOUT, _TIMEOUT_OF_CHECKPOINT = 300.0, 3600.0
 
 
-_MEASUREMENTS: dict[str, _Measurement] = {
-    "step": step,
-    "allreduce": allreduce,
-    "input": input,
-    "checkpoint": checkpoint,
+# Measure, and return the results at rank 0; all ranks must call this together.
+_MEASUREMENTS: dict[str, Callable[[Session, argparse.Namespace], Results]] = {
+    "step": step.measure,
+    "allreduce": allreduce.measure,
+    "input": input.measure,
+    "checkpoint": checkpoint.measure,
 }
 
 
@@ -54,16 +45,16 @@ def execute(arguments: argparse.Namespace) -> int:
         HpctrainError: an error at rank 0, or an error at another rank that rank 0 did not report.
         Stopped: a rank received a stop request.
     """
-    kind = _MEASUREMENTS[arguments.what]
+    measure = _MEASUREMENTS[arguments.what]
     try:
         with _open(arguments) as session:
-            target = on_rank_zero(session.backend, lambda: _target(arguments.json))
-            found = kind.measure(session, arguments)
+            on_rank_zero(session.backend, lambda: _check_target(arguments.json))
+            found = measure(session, arguments)
             if session.is_main:
                 record = {"benchmark": arguments.what, **_about(session), **found}
-                sys.stdout.write(title(record) + kind.show(record) + "\n")
+                sys.stdout.write(show(record))
                 sys.stdout.flush()
-                _save(target, record)
+                _save(arguments.json, record)
     except HpctrainError as error:
         if not error.reported_by_rank_0:
             raise
@@ -79,12 +70,13 @@ def _open(arguments: argparse.Namespace) -> Session:
     names = ("backend", "precision", "compile", "batch_size", "start_timeout")
     options = {name: given[name] for name in names if given.get(name) is not None}
     size, workers = 1, "auto" if arguments.what == "input" else 0
+    timeout = _TIMEOUT_OF_CHECKPOINT if arguments.what == "checkpoint" else _TIMEOUT
     if arguments.what == "step":
         # In half precision, ResNet-50 with 128 samples fills a GPU of 16 GB and keeps larger GPUs
         # busy. Do not use torch here: it would look for GPUs before the Session chooses one.
         shown = visible_gpus.visible(os.environ)
         size = 128 if visible_gpus.here() and (shown is None or shown.names) else 32
-    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": _TIMEOUT}
+    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": timeout}
     return Session(**{**defaults, **options})
 
 
@@ -101,8 +93,8 @@ def _about(session: Session) -> dict[str, Any]:
     }
 
 
-def title(record: dict[str, Any]) -> str:
-    """Return two lines that describe the benchmark, the ranks, the machine, and the versions."""
+def show(record: dict[str, Any]) -> str:
+    """Return the results as text: what was measured and where, a table, and notes."""
     world, machine = record["world"], record["machine"]
     ranks, hosts = world["world_size"], world["num_nodes"]
     device = record["device"] if record["device"] != "cpu" else machine["cpu"]
@@ -110,60 +102,44 @@ def title(record: dict[str, Any]) -> str:
         f"{record['benchmark']}: {ranks} rank{'s' * (ranks > 1)} on {hosts} "
         f"host{'s' * (hosts > 1)}, {record['backend']} over {record['transport']}, {device}, "
         f"{machine['cores']} cores of rank 0\n"
-        f"torch {record['versions']['torch']}, {record['date']}\n\n"
+        f"torch {record['versions']['torch']}, {record['date']}\n"
+        f"{record['title']}\n\n{table(rows(record['results']))}\n\n"
+        "Medians over rounds, with 95 % intervals; ratios round by round.\n"
+        + (f"{record['notes']}\n" if "notes" in record else "")
     )
 
 
-def _target(path: str | None) -> str | None:
-    """Return the path of the file to write, checked before the measurement.
-
-    Links are resolved, because a new file replaces the file.
+def _check_target(path: str | None) -> None:
+    """Check that the file of --json can be written, before anything is measured.
 
     Raises:
-        UsageError: the file cannot be written, or is no regular file (for example a device or a
-            pipe), or is the output of this process.
+        UsageError: the file or its folder is not writable, or the path is a folder, pipe or device.
     """
     if path is None:
-        return None
-    target = os.path.realpath(path)
-    # The resolved path of a pipe behind /dev/fd does not exist, but the given path does.
-    exists = os.path.exists(path) or os.path.lexists(target)
-    if exists and (not os.path.isfile(target) or _printed_to(target)):
-        raise UsageError(
-            "HT904",
-            f"--json {path}, which exists and is no file to replace",
-            "a new file, or one that is replaced",
-            "--json FILE",
-        )
-    if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
-        raise UsageError(
-            "HT904",
-            f"--json {path} cannot be written",
-            "a file in an existing folder with write access",
-            "--json FILE",
-        )
-    return target
-
-
-def _printed_to(target: str) -> bool:
-    """Return whether this process prints to a file, as with /dev/stdout after > FILE."""
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # the descriptor is closed
-            if os.path.samestat(os.stat(target), os.fstat(descriptor)):
-                return True
-    return False
+        return
+    exists = os.path.exists(path)
+    # A write to /dev/stdout would empty the file that the output goes to.
+    if (exists and not os.path.isfile(path)) or os.path.abspath(path).startswith("/dev/"):
+        raise _cannot_write(path, "it is no regular file")
+    if not os.access(path if exists else os.path.dirname(os.path.realpath(path)), os.W_OK):
+        raise _cannot_write(path, "no such folder, or no write access")
 
 
 def _save(path: str | None, record: dict[str, Any]) -> None:
     if path is None:
         return
     try:
-        rundir.replace(Path(path), json.dumps(record, indent=1) + "\n")
+        with open(path, "w") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        raise UsageError(
-            "HT904",
-            f"--json {path} could not be written: {error}",
-            "a file system with room",
-            "--json FILE",
-        ) from None
+        raise _cannot_write(path, str(error)) from None
     sys.stderr.write(f"hpctrain: saved to {path}\n")
+
+
+def _cannot_write(path: str, reason: str) -> UsageError:
+    return UsageError(
+        "HT904",
+        f"--json {path} cannot be written: {reason}",
+        "a new file or one to replace, in a folder with write access and room",
+        "--json FILE",
+    )

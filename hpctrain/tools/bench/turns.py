@@ -11,7 +11,7 @@ from hpctrain.tools.bench.measure import order
 from hpctrain.training.preemption import REASONS, Stopped
 from hpctrain.training.session import Session
 
-__all__ = ["Times", "calls_for", "in_turns", "slowest", "timed"]
+__all__ = ["Times", "calls_for", "finish", "in_turns", "slowest", "timed"]
 
 Times = dict[str, list[float]]
 Arm = Callable[[], float]
@@ -65,15 +65,16 @@ def timed(device: torch.device, action: Callable[[], Any], calls: int = 1) -> fl
         action: function to time.
         calls: number of calls, one after the other.
     """
-    _finish(device)
+    finish(device)
     begin = time.perf_counter()
     for _ in range(calls):
         action()
-    _finish(device)
+    finish(device)
     return (time.perf_counter() - begin) / calls
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

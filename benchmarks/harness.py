@@ -1,0 +1,127 @@
+"""What all benchmark programs share: command line, ranks, comparison, table and result file."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import add_save, facts, outcome, save, table
+from outcomes import named, outcomes
+
+from hpctrain.tools.bench import figures
+from hpctrain.tools.bench.figures import Results, Series, rows
+
+__all__ = ["ENVIRONMENT", "Results", "compare", "judge", "run", "start"]
+
+# Without bytecode caches, the time of a new process would include the compiler.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+
+
+def run(
+    description: str,
+    rounds: int | None,
+    packages: Sequence[str],
+    measure: Callable[[argparse.Namespace], Results],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    rank: Callable[[argparse.Namespace], Any] | None = None,
+) -> None:
+    """Run a benchmark program: parse the command line, measure, print and save.
+
+    Args:
+        description: description for `--help`.
+        rounds: default number of rounds; None without the option `--rounds`.
+        packages: packages whose versions are recorded.
+        measure: returns the results.
+        options: further options, each with its arguments of `add_argument`.
+        rank: main function of a rank that `start` starts; rank 0 writes what it returns.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    if rounds:
+        parser.add_argument(
+            "--rounds", type=_count, default=rounds, metavar="N", help="default: %(default)s"
+        )
+    for name, settings in (options or {}).items():
+        parser.add_argument(name, **settings)
+    add_save(parser)
+    parser.add_argument("--json", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if rank and arguments.json:
+        result = rank(arguments)
+        if result is not None:
+            arguments.json.write_text(json.dumps(result))
+        return
+    record = {"benchmark": Path(parser.prog).stem, **facts(packages)}
+    record |= {k: v for k, v in vars(arguments).items() if k not in ("save", "json")}
+    record["results"] = measure(arguments)
+    print(table(rows(named(record))))
+    for subject, figure, target, reached in outcomes(record):
+        print(f"{subject}: {figure}, target {target}: {reached}")
+    print("Medians over rounds, with 95 % intervals; ratios and differences round by round.")
+    save(arguments.save, record)
+
+
+def _count(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError("a spread needs two rounds or more")
+    return int(text)
+
+
+def start(*program: str, ranks: int = 1, **variables: str) -> Any:
+    """Run a Python program on some ranks; return what rank 0 wrote to the file of `--json`.
+
+    Args:
+        program: arguments of the interpreter.
+        ranks: number of ranks on this machine.
+        variables: further environment variables.
+    """
+    launcher = ["-m", "hpctrain", "run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        done = subprocess.run(
+            [sys.executable, *launcher, *program, "--json", str(path)],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout}\n{shlex.join(program)}: exit code {done.returncode}")
+        return json.loads(path.read_text())
+
+
+def compare(
+    series: Mapping[str, Series],
+    base: str,
+    by: Sequence[str] = ("ratio",),
+    targets: Mapping[str, Mapping[str, str]] | None = None,
+) -> dict[str, Results]:
+    """Compare arms as `figures.compare` does, and judge them.
+
+    Args:
+        series: figures of each arm.
+        base: arm that the others are compared with.
+        by: `ratio`, and `more_FIGURE`.
+        targets: by arm, the limit of a figure, such as `{"ratio": "≤ 1.02"}`.
+    """
+    results = figures.compare(series, base, by)
+    for name, limits in (targets or {}).items():
+        for key, limit in limits.items():
+            judge(results[name], key, limit)
+    return results
+
+
+def judge(arm: Results, key: str, limit: str) -> None:
+    """Add a target of a figure, such as ≤ 1.02 or ≥ 0.99, and its outcome to an arm."""
+    sign, number = limit.split()
+    figures, most = arm[key], float(number)
+    if sign == "≥":
+        figures = {"median": -figures["median"], "low": -figures["high"], "high": -figures["low"]}
+        most = -most
+    arm.setdefault("targets", {})[key] = {"limit": limit, "outcome": outcome(figures, most)}
