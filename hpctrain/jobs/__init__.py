@@ -57,7 +57,7 @@ def submit(
 
 
 def find(job: str | int | os.PathLike[str]) -> "Job":
-    """Return a job that `submit` has started from this folder, in this or another process.
+    """Return a job that `submit` has sent to Slurm from this folder, in this or another process.
 
     Args:
         job: id of the job; or its folder in `runs/.submitit`, from any current folder.
@@ -69,4 +69,4 @@ def find(job: str | int | os.PathLike[str]) -> "Job":
     from hpctrain.jobs import job_store
     from hpctrain.jobs.handle import Job
 
-    return Job(job_store.read(job_store.find(job)), os.environ)
+    return Job(job_store.find(job))

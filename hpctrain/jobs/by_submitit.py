@@ -6,7 +6,9 @@ with its way to save, to requeue and to give up.
 """
 
 import contextlib
+import inspect
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -16,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import env_vars, proc, visible_gpus
+from hpctrain.cluster import env_vars, visible_gpus
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import function, site, submission, units
-from hpctrain.jobs.function import Function, Script, SubmititRank
-from hpctrain.jobs.handle import Job
+from hpctrain.jobs.function import RankWork
+from hpctrain.jobs.handle import DebugJob, Job, LocalJob
 from hpctrain.jobs.job_store import JobRecord, new_folder
-from hpctrain.jobs.payload import check_launcher, of_call, of_command, refuse
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.process.logging import logger
 
@@ -36,18 +37,31 @@ except ImportError as error:
         "pip install 'hpctrain[submit]'",
     ) from None
 
-__all__ = ["of_command", "send", "submit"]
+__all__ = ["send"]
 
-_EXECUTOR = "SUBMITIT_EXECUTOR"
 # Time limit of a local job without one, as submitit requires it.
 _MOST_SECONDS = 10 * 365 * 86400
 
+# Fields that a job of submitit cannot have, and what to do instead. None is dropped silently.
+_AS_SCRIPT = "hpctrain submit, which submits only a script"
+_UNSUPPORTED = {
+    "command": ("remove it: the function or script is the first argument",),
+    "container": (_AS_SCRIPT,),
+    "stage_code": (_AS_SCRIPT,),
+    "stage_environment": (_AS_SCRIPT,),
+    "stage_data": (_AS_SCRIPT,),
+    "elastic": (_AS_SCRIPT,),
+    "requeue_plain": (_AS_SCRIPT,),
+    "array": ("one submit() for each index", _AS_SCRIPT),
+    "sweep": ("[hpctrain.submit(train, spec, kwargs=one) for one in …]", _AS_SCRIPT),
+}
 # Fields that a batch script would apply before the ranks start.
 _SET_UP_OUTSIDE = ("set it up before this process starts", "via='slurm'")
 _UNSUPPORTED_LOCALLY = {
-    **dict.fromkeys(("modules", "setup", "conda"), _SET_UP_OUTSIDE),
+    "modules": _SET_UP_OUTSIDE,
+    "setup": _SET_UP_OUTSIDE,
+    "conda": _SET_UP_OUTSIDE,
     "dependency": ("remove it, and wait for the other job's result()",),
-    "cluster": ("remove it: profiles are only for Slurm's jobs",),
 }
 
 
@@ -66,29 +80,20 @@ def send(
         StartError: Slurm does not accept the job.
     """
     _check(train, spec, via, args, kwargs)
-    if via == "slurm":
-        spec = site.completed(spec, env)
-    work, title = of_call(train, spec, args, kwargs)
-    return _VIA[via](work, replace(spec, name=title, backend=""), env)
-
-
-def submit(spec: JobSpec, env: Mapping[str, str] = os.environ) -> str:
-    """Submit a job's own command, `python X.py …` or `python -m M …`, to Slurm.
-
-    Args:
-        spec: job with such a command, and with the defaults of its profile.
-        env: environment of this process.
-
-    Returns:
-        The id of the job.
-
-    Raises:
-        UsageError: another command, or a field that a submitit job cannot have.
-        StartError: Slurm does not accept the job.
-    """
-    work, python = of_command(spec)
-    plain = replace(spec, name=spec.title, command=(), backend="")
-    return _submit_to_slurm(work, plain, env, python).id
+    _refuse(spec, _UNSUPPORTED)
+    if callable(train):
+        _check_arguments(train, args, kwargs)
+        work = function.pack(train, args, kwargs)
+        title = getattr(train, "__name__", type(train).__name__)
+    else:
+        path = os.path.abspath(train)
+        if not os.path.isfile(path):
+            raise UsageError(
+                "HT805", f"there is no file {os.fspath(train)!r}", "the path of a Python script"
+            )
+        work, title = function.pack(function.run_script, (path, *args), {}), Path(path).stem
+    name = spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
+    return _VIA[via](work, replace(spec, name=name), env)
 
 
 def _check(train: object, spec: object, via: object, args: object, kwargs: object) -> None:
@@ -113,6 +118,34 @@ def _check(train: object, spec: object, via: object, args: object, kwargs: objec
             raise UsageError("HT813", found, expected, usage)
 
 
+def _check_arguments(
+    train: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise UsageError if a function does not take its arguments, before the job is queued."""
+    try:
+        signature = inspect.signature(train)
+    except (TypeError, ValueError):  # such as a function written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(train, "__name__", type(train).__name__)
+        raise UsageError(
+            "HT813",
+            f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
+            "arguments that fit its signature",
+        ) from None
+
+
+def _refuse(spec: JobSpec, fields: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise UsageError if a spec has one of these fields, with what to do instead."""
+    for name, instead in fields.items():
+        if getattr(spec, name):
+            raise UsageError(
+                "HT811", f"{name} = {getattr(spec, name)!r} in a job of submitit", "", *instead
+            )
+
+
 class _OnSlurm(submitit.SlurmExecutor):
     """submitit's executor, with the script of a JobSpec.
 
@@ -120,61 +153,57 @@ class _OnSlurm(submitit.SlurmExecutor):
         folder: folder of the job.
         spec: complete description of the job.
         env: environment of this process.
-        program: Python interpreter of the ranks.
 
     Raises:
         RuntimeError: this host has no srun.
     """
 
-    def __init__(self, folder: Path, spec: JobSpec, env: Mapping[str, str], program: str) -> None:
+    def __init__(self, folder: Path, spec: JobSpec, env: Mapping[str, str]) -> None:
         super().__init__(folder)
-        self._spec, self._env, self._program = spec, env, program
+        self._spec, self._env = spec, env
 
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         """Submit the script that starts each rank; submitit's shell line `command` is not used."""
         del command
-        spec = self._spec
-        program_and_arguments = (
-            self._program,
-            "-u",
-            "-m",
-            "submitit.core._submit",
-            os.fspath(self.folder),
+        spec, folder = self._spec, self.folder
+        # The job's own environment has its own Python.
+        python = "python" if spec.venv or spec.conda else sys.executable
+        spec = replace(
+            spec,
+            command=(python, "-u", "-m", "submitit.core._submit", os.fspath(folder)),
+            launcher="srun",  # each process of submitit is a task
+            environment={**spec.environment, "SUBMITIT_EXECUTOR": "slurm"},
+            output=spec.output or os.path.relpath(folder / "%j.log"),
         )
-        submitted = submission.send(
-            replace(
-                spec,
-                command=program_and_arguments,
-                launcher="srun",  # each process of submitit is a task
-                environment={**spec.environment, _EXECUTOR: "slurm"},
-                output=spec.output or os.path.relpath(self.folder / "%j.log"),
-            ),
-            self._env,
-        )
+        submitted = submission.send(spec, self._env)
         for note in submitted.notes:
             logger.warning("%s", note)
         tasks = list(range(spec.nodes * spec.tasks))
-        return submitit.SlurmJob(folder=self.folder, job_id=submitted.job, tasks=tasks)
+        return submitit.SlurmJob(folder=folder, job_id=submitted.job, tasks=tasks)
 
 
-def _submit_to_slurm(
-    work: Function | Script, spec: JobSpec, env: Mapping[str, str], python: str = ""
-) -> Job:
-    check_launcher(spec)
-    # The job's own environment has its own Python.
-    python = python or ("python" if spec.venv or spec.conda else sys.executable)
+def _submit_to_slurm(work: RankWork, spec: JobSpec, env: Mapping[str, str]) -> Job:
+    if spec.launcher == "none":
+        raise UsageError(
+            "HT811",
+            f"launcher = {spec.launcher!r} in a job of submitit",
+            "hpctrain, or srun",
+            _AS_SCRIPT,
+        )
+    spec = site.completed(spec, env)
     scratch = env.get(env_vars.SCRATCH, "")
-    if scratch and submission.is_below(scratch, python):
+    own_python = not (spec.venv or spec.conda)
+    if own_python and scratch and submission.is_below(scratch, sys.executable):
         raise UsageError(
             "HT805",
-            f"{python} is a temporary copy of this job",
+            f"{sys.executable} is a temporary copy of this job",
             "a Python that still exists when the next job runs",
             "JobSpec(venv=…)",
             "JobSpec(conda=…)",
         )
     with new_folder() as folder:
         try:
-            executor = _OnSlurm(folder, spec, env, python)
+            executor = _OnSlurm(folder, spec, env)
         except RuntimeError as error:
             raise StartError(
                 "HT815",
@@ -182,16 +211,15 @@ def _submit_to_slurm(
                 "a host of the cluster",
                 "via='local' runs it here",
             ) from None
-        job_id = executor.submit(SubmititRank(work, {})).job_id
+        job_id = executor.submit(work).job_id
         run_dir = _run_directory(spec, env, f"runs/{spec.title}-{job_id}")
-        ranks = spec.nodes * spec.tasks
-        record = JobRecord(folder, job_id, "slurm", ranks, run_dir, spec.title)
+        record = JobRecord(folder, job_id, spec.nodes * spec.tasks, run_dir, spec.title)
         record.write()
-    return Job(record, env)
+    return Job(record)
 
 
-def _start_on_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
-    refuse(spec, _UNSUPPORTED_LOCALLY)
+def _start_on_this_machine(work: RankWork, spec: JobSpec, env: Mapping[str, str]) -> Job:
+    _refuse(spec, _UNSUPPORTED_LOCALLY)
     if spec.nodes > 1:
         raise UsageError(
             "HT811",
@@ -201,11 +229,13 @@ def _start_on_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[
         )
     # Set in each rank, as submitit sets this variable itself, and counts from 0.
     devices = {visible_gpus.CUDA: _visible_gpus(spec, env)}
+    work = replace(work, environ=devices, warned=signal.SIGUSR2)
     python = shlex.quote(os.path.join(os.path.abspath(spec.venv), "bin", "python"))
     environment = env_vars.scrubbed(submission.environ(spec, env)[0])
     seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
     with new_folder() as folder:
-        run_dir = _run_directory(spec, env, _default_run_dir(spec, folder))
+        # The folder is new, even if another job is submitted in the same second.
+        run_dir = _run_directory(spec, env, f"runs/{spec.title}-{folder.name}")
         rank_variables = {
             env_vars.RUN_DIR: os.fspath(run_dir),
             env_vars.SECRET: secrets.token_hex(16),
@@ -216,25 +246,21 @@ def _start_on_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[
                 tasks_per_node=spec.tasks,
                 timeout_min=seconds / 60,
                 signal_delay_s=spec.signal_seconds,
+                stderr_to_stdout=True,
             )
-            submitit_job = executor.submit(SubmititRank(work, devices, warned=signal.SIGUSR2))
-        job_id, start_time = submitit_job.job_id, proc.started(int(submitit_job.job_id))
-        record = JobRecord(folder, job_id, "local", spec.tasks, run_dir, spec.title, start_time)
-        record.write()
-    return Job(record, env, submitit_job)
+            started = executor.submit(work)
+    return LocalJob(JobRecord(folder, started.job_id, spec.tasks, run_dir, spec.title), started)
 
 
-def _prepare_in_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
+def _prepare_in_this_process(work: RankWork, spec: JobSpec, env: Mapping[str, str]) -> Job:
     with new_folder() as folder:
-        run_dir = _run_directory(spec, env, _default_run_dir(spec, folder))
+        run_dir = _run_directory(spec, env, f"runs/{spec.title}-{folder.name}")
         with _environ({**env, **spec.environment, env_vars.RUN_DIR: os.fspath(run_dir)}):
-            submitit_job = submitit.DebugExecutor(folder).submit(function.run, work)
-    return Job(
-        JobRecord(folder, submitit_job.job_id, "debug", 1, run_dir, spec.title), env, submitit_job
-    )
+            started = submitit.DebugExecutor(folder).submit(replace(work, inside=True))
+    return DebugJob(JobRecord(folder, started.job_id, 1, run_dir, spec.title), started)
 
 
-_VIA: dict[str, Callable[[Function | Script, JobSpec, Mapping[str, str]], Job]] = {
+_VIA: dict[str, Callable[[RankWork, JobSpec, Mapping[str, str]], Job]] = {
     "slurm": _submit_to_slurm,
     "local": _start_on_this_machine,
     "debug": _prepare_in_this_process,
@@ -253,14 +279,6 @@ def _visible_gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
             f"dataclasses.replace(spec, gpus_per_node={len(names)}, tasks_per_node=…)",
         )
     return ",".join(names[: spec.gpus])
-
-
-def _default_run_dir(spec: JobSpec, folder: Path) -> str:
-    """Return a run directory named after the job's folder.
-
-    That folder is new, even if another job is submitted in the same second.
-    """
-    return f"runs/{spec.title}-{folder.name}"
 
 
 def _run_directory(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:

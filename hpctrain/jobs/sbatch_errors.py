@@ -46,7 +46,6 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("node configuration is not available|required node not available",
      ("gpus_per_node", "memory", "constraint", "exclude", "cpus_per_task", "tasks_per_node",
       "nodes", "partition"), "less of each, or another partition"),
-    ("mail-type", ("mail_events",), "events that this Slurm supports"),
     ("signal", ("signal",), "a signal that this Slurm supports"),
     ("unrecognized option|invalid --", ("extra",), "options that this sbatch has: sbatch --help"),
 )  # fmt: skip
@@ -71,7 +70,7 @@ def absent(reason: str) -> StartError:
             reason,
             "a login node of the cluster, or its Slurm module",
             "module load slurm",
-            "--via local, to run the job on this machine",
+            "hpctrain run …, to start the ranks on this machine",
         )
     return StartError(
         "HT816", reason, "an answer", "check with hpctrain status before you try again"

@@ -1,4 +1,4 @@
-"""Submission of a job by sbatch, or its start on this machine: checks, environment, folders."""
+"""Submission of a job by sbatch: checks, environment, folders."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.texts import listed
-from hpctrain.errors import StartError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.jobs import script
 from hpctrain.jobs.directives import LOG, LOG_OF_ARRAY
 from hpctrain.jobs.log_names import filled
@@ -31,7 +31,6 @@ __all__ = [
     "log_folder",
     "log_size",
     "run_directory",
-    "run_here",
     "send",
     "text",
     "trial",
@@ -145,23 +144,6 @@ def _answer(
     return answer
 
 
-def run_here(spec: JobSpec, env: Mapping[str, str]) -> int:
-    """Run the job on this machine, in place of this process.
-
-    Raises:
-        UsageError: the job needs features that only Slurm's hosts have.
-        StartError: bash cannot be started.
-    """
-    text = script.render_local(spec)
-    clean, _ = environ(spec, env)
-    try:
-        os.execvpe("bash", ["bash", "-c", text, spec.title], clean)  # noqa: S606  bash is a shell
-    except OSError as error:
-        raise StartError(
-            "HT806", f"bash cannot be started: {error}", "a bash on the PATH"
-        ) from None
-
-
 def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the environment to submit a job with, and notes on the user's variables left out.
 
@@ -229,7 +211,7 @@ def log_size(spec: JobSpec, env: Mapping[str, str]) -> int:
 
 def run_directory(spec: JobSpec, job: str, index: int | None, env: Mapping[str, str]) -> Path:
     """Return the run directory of a job, or of an array task, relative to the current folder."""
-    if given := rundir.given(spec.argv):
+    if given := rundir.given(spec.command):
         return Path(given)
     if given := spec.run_dir or environ(spec, env)[0].get(env_vars.RUN_DIR, ""):
         return Path(given, "" if index is None else str(index))
@@ -352,13 +334,13 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
 
 def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     """Check the program and the Python script of a job that starts in this folder."""
-    program, *arguments = spec.argv
+    program, *arguments = spec.command
     notes = []
     if is_python(program) and arguments and not arguments[0].startswith("-"):
         path = os.path.join(spec.stage_code, arguments[0])
         if not os.path.isfile(path):
             where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"
-            found = f"{shlex.join(spec.argv[:2])}: {arguments[0]} is no file {where}"
+            found = f"{shlex.join(spec.command[:2])}: {arguments[0]} is no file {where}"
             if not spec.dependency and not os.path.isabs(path):
                 raise UsageError("HT805", found, f"a script, by its path from {os.getcwd()}")
             notes.append(found)
@@ -379,7 +361,7 @@ def _check_options(spec: JobSpec) -> None:
     Raises:
         UsageError: the script cannot train with them.
     """
-    program, *arguments = spec.argv
+    program, *arguments = spec.command
     elsewhere = any(map(_CD.search, spec.setup)) or spec.stage_code not in ("", ".")
     if elsewhere or not is_python(program) or not arguments or not arguments[0].endswith(".py"):
         return
@@ -399,14 +381,14 @@ def _check_options(spec: JobSpec) -> None:
 
 def _refuse_mistake(spec: JobSpec, path: str) -> None:
     """Raise UsageError if a program that is not on a PATH is one of two known mistakes."""
-    program = spec.argv[0]
+    program = spec.command[0]
     if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
         raise UsageError(
-            "HT806", f"the command {shlex.join(spec.argv)}: {program} is no program",
-            "python before a script", f"python {shlex.join(spec.argv)}",
+            "HT806", f"the command {shlex.join(spec.command)}: {program} is no program",
+            "python before a script", f"python {shlex.join(spec.command)}",
         )  # fmt: skip
     first, *others = program.split() or [""]
-    if others and len(spec.argv) == 1 and shutil.which(first, path=path):
+    if others and len(spec.command) == 1 and shutil.which(first, path=path):
         raise UsageError(
             "HT806", f"the command {shlex.quote(program)}: one word, with spaces in it",
             "one word for each argument", f"-- {program}",

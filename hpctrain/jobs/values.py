@@ -20,7 +20,6 @@ __all__ = [
     "integer",
     "line",
     "list_of",
-    "matching",
     "name",
     "one_of",
     "string",
@@ -123,18 +122,6 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
     return check
 
 
-def matching(pattern: re.Pattern[str], expected: str) -> Callable[[Any], str]:
-    """Return a check for a line that matches, or an empty one."""
-
-    def check(value: Any) -> str:
-        text = line(str(value) if isinstance(value, int) else value)
-        if text and not pattern.match(text):
-            raise ValueError(expected)
-        return text
-
-    return check
-
-
 def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
     """Return a check by `unit` for a time, a size or a number of GPUs, kept in Slurm's form."""
 
@@ -146,12 +133,12 @@ def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
     return check
 
 
-def list_of(check_item: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple[str, ...]]:
-    """Return a check for a list, or for one text, which is cut at `split` if that is given."""
+def list_of(check_item: Callable[[Any], str]) -> Callable[[Any], tuple[str, ...]]:
+    """Return a check for a list, or for one text."""
 
     def check(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
-            value = value.split(split) if split else [value]
+            value = [value]
         if not isinstance(value, (list, tuple)):
             raise ValueError("a list of texts")
         return tuple(check_item(item) for item in value)
@@ -256,13 +243,13 @@ def _value(value: Any) -> str:
 
 # Options with a field of their own, so that no option is given twice.
 OWN_OPTIONS = {
-    "job-name": "name", "comment": "comment", "chdir": "the folder in which it is submitted",
+    "job-name": "name", "chdir": "the folder in which it is submitted",
     "nodes": "nodes", "ntasks-per-node": "tasks_per_node", "ntasks": "nodes and tasks_per_node",
     "gpus-per-node": "gpus_per_node", "gpus": "gpus_per_node", "mem": "memory",
     "cpus-per-task": "cpus_per_task",
     "time": "time", "partition": "partition", "account": "account", "qos": "qos",
     "constraint": "constraint", "exclude": "exclude", "dependency": "dependency",
-    "array": "array", "mail-user": "mail", "mail-type": "mail_events", "output": "output",
+    "array": "array", "output": "output",
     "signal": "signal and signal_time", "requeue": "requeue", "no-requeue": "requeue",
     "open-mode": "append, always", "no-kill": "elastic", "export": "environment",
     "wrap": "command", "parsable": "what submit does", "test-only": "submit --dry-run",

@@ -6,9 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import fake_slurm
@@ -63,8 +60,7 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["none.toml"], "none.toml cannot be read", "HT802"),
         (["--env", "A", "--", "x"], "--env NAME=VALUE", "HT801"),
         (["--nodes", "x", "--time", "y", "--", "x"], "2 values", "HT801"),
-        (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place", "HT804"),
-        (["--via", "local", "--", "python3", "none.py"], "none.py is no file here", "HT805"),
+        (["--", "python3", "none.py"], "none.py is no file here", "HT805"),
         (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log", "HT807"),
         (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file", "HT809"),
     ],
@@ -84,23 +80,23 @@ def test_submit_refuses_wrong_command_lines(fake, capsys, words, message, error)
 def test_submit_repeated_options_make_tables_and_lists(fake):
     words = ["--env", "A=b=c", "--env", "B=", "--extra", "exclusive", "--extra", "nice=5"]
     words += ["--sweep", "lr=0.1,0.2", "--sweep", "seed=1", "--module", "a", "--module", "b"]
-    assert submit(*words, "--live", "--save", "job.toml", "--", "python3", "t.py") == 0
-    saved = tomllib.loads(Path("job.toml").read_text())
-    assert saved["environment"] == {"A": "b=c", "B": ""}
-    assert saved["extra"] == {"exclusive": True, "nice": "5"}
-    assert saved["sweep"] == [{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}]
-    assert saved["modules"] == ["a", "b"]
-    first = Path("script").read_text()
-    assert submit("job.toml") == 0
-    assert Path("script").read_text() == first
+    assert submit(*words, "--live", "--", "python3", "t.py") == 0
+    script = Path("script").read_text()
+    for line in ("#SBATCH --exclusive\n", "#SBATCH --nice=5\n", "#SBATCH --array=0-1\n"):
+        assert line in script
+    for line in ("module load a || exit 2\nmodule load b", "export A=b=c\nexport B=''\n"):
+        assert line in script
+    assert "--setting='--lr 0.2 --seed 1' t.py" in script
 
 
-def test_submit_save_never_overwrites(fake, capsys):
-    Path("job.toml").write_text("old")
-    assert submit("--save", "job.toml", "--", "python3", "t.py") == 2
-    assert "the name of a new file" in capsys.readouterr().err
-    assert Path("job.toml").read_text() == "old"
-    assert not Path("script").exists()
+def test_submit_takes_sbatch_names_of_options(fake):
+    words = "-N 3 --ntasks-per-node=2 -c4 --mem=8G -t 1h -p gpu -J n".split()
+    assert submit(*words, "--", "python3", "t.py") == 0
+    script = Path("script").read_text()
+    for line in ("nodes=3", "ntasks-per-node=2", "cpus-per-task=4", "mem=8G", "time=01:00:00"):
+        assert f"#SBATCH --{line}\n" in script
+    assert "#SBATCH --partition=gpu\n" in script
+    assert "#SBATCH --job-name=n\n" in script
 
 
 # The script and the environment that reach Slurm.
@@ -164,16 +160,6 @@ def test_submit_inside_a_job_drops_staged_folders_from_path(fake, monkeypatch):
     assert "HPCTRAIN_SCRATCH" not in submitted_environ()
 
 
-def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
-    words = ["--dry-run", "--via", "submitit", "--", "python3", "t.py"]
-    assert submit("--container", "a.sif", *words) == 2
-    assert "in a job of submitit" in capsys.readouterr().err
-    assert submit("--launcher", "none", *words) == 2
-    capsys.readouterr()
-    assert submit(*words) == 0
-    assert "submitit starts each rank" in capsys.readouterr().err
-
-
 def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "shells")
     for words in (["--run-dir", "own"], ["--array", "0-3"]):
@@ -226,7 +212,7 @@ def test_submit_needs_a_command(fake, capsys):
     Path("job.toml").write_text('launcher = "none"\nnodes = 2\n')
     assert cli.main(["render", "job.toml"]) == 0
     assert "#SBATCH --nodes=2\n" in capsys.readouterr().out
-    for more in ([], ["--dry-run"], ["--via", "local"]):
+    for more in ([], ["--dry-run"]):
         assert submit("job.toml", *more) == 2
         assert "no command to run" in capsys.readouterr().err
     assert not Path("script").exists()
@@ -242,20 +228,6 @@ def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_pa
     for more in ([], ["--dry-run"]):
         assert submit(*more, "--", "python3", "t.py") == 2
         assert "the current folder" in capsys.readouterr().err
-
-
-def test_submit_local_runs_in_the_foreground(fake):
-    Path("t.py").write_text("import os, sys\nprint(os.environ['A'])\nsys.exit(3)\n")
-    Path("bin").mkdir()
-    Path("bin/python").symlink_to(sys.executable)
-    argv = [sys.executable, "-m", "hpctrain", "submit", "--via", "local", "--env", "A=b c"]
-    env = {**os.environ, "PATH": f"{Path.cwd()}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [*argv, "--", sys.executable, "t.py"], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 3, done.stderr
-    assert "b c" in done.stdout
-    assert not Path("script").exists()
 
 
 # Checks before Slurm is called.
@@ -296,7 +268,6 @@ def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
         {"command": "python none.py", "container": "image.sif"},
         {"command": "no-such-program x", "modules": ["m"]},
         {"command": "python3 code.py", "stage_code": "code"},
-        {"function": "module:train"},
     ],
 )
 def test_submit_check_has_no_false_alarms(fake, values):
@@ -345,7 +316,7 @@ FULL = {
         ("Job dependency problem", "--dependency JOBS"),
         ("Invalid job array specification", "--array INDICES"),
         ("Requested node configuration is not available", "--memory SIZE"),
-        ("Invalid --mail-type specification", "--mail-events EVENTS"),
+        ("Invalid --mail-type specification", "--extra"),
         ("sbatch: unrecognized option '--bogus'", "--extra"),
     ],
 )

@@ -33,8 +33,6 @@ def no_job():
         ("array", "0-3", r"one submit\(\) for each index"),
         ("sweep", {"lr": [0.1, 0.2]}, r"kwargs=one"),
         ("command", "python x.py", "first argument"),
-        ("function", "module:train", "first argument"),
-        ("backend", "ddp", r"Session\(backend="),
         ("launcher", "none", "hpctrain submit"),
     ],
 )
@@ -50,7 +48,7 @@ def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
     ("field", "value"),
     [
         *[("modules", ["cuda"]), ("setup", ["ulimit -n 9"]), ("conda", "env"), ("nodes", 2)],
-        *[("dependency", "afterok:7"), ("cluster", "jz")],
+        ("dependency", "afterok:7"),
     ],
 )
 def test_submit_function_local_refuses_cluster_fields(no_job, field, value):
@@ -108,14 +106,6 @@ def test_submit_function_refuses_staged_python(no_job, monkeypatch):
     with pytest.raises(UsageError, match="a temporary copy of this job") as caught:
         hpctrain.submit(train, JobSpec())
     assert caught.value.fixes == ("JobSpec(venv=…)", "JobSpec(conda=…)")
-
-
-@pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
-def test_submitit_refuses_commands_that_are_not_a_python_script(no_job, command):
-    from hpctrain.jobs import by_submitit
-
-    with pytest.raises(UsageError, match="submitit with the command"):
-        by_submitit.submit(JobSpec(command=command))
 
 
 def test_submitit_refuses_percent_in_folder_name(monkeypatch, tmp_path):

@@ -10,7 +10,6 @@ import pytest
 import hpctrain
 from hpctrain import JobSpec
 from hpctrain.errors import HpctrainError
-from hpctrain.jobs import find
 
 HOSTILE = "a'b\"c $(touch canary) `touch canary` \\ \n; touch canary # ä%j\t*~!"
 
@@ -40,7 +39,6 @@ def test_submit_function_local_gives_ranks_their_world_arguments_and_environment
         assert rest == [{2}, HOSTILE, str(job.run_dir)]
     assert job.state == "COMPLETED"
     assert "printed by 1 now\n" in job.logs(1)
-    assert find(job.id).results() == results
     assert not list(Path().rglob("canary"))
 
 
@@ -70,7 +68,7 @@ def test_submit_function_local_failed_rank_and_cancel(handler):
     while "asleep" not in asleep.logs():
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert find(asleep.id).state == asleep.wait(timeout=0.1) == "RUNNING"
+    assert asleep.state == asleep.wait(timeout=0.1) == "RUNNING"
     asleep.cancel()
     with pytest.raises(HpctrainError, match="ended as CANCELLED: it was cancelled"):
         asleep.result()

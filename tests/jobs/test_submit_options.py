@@ -51,7 +51,7 @@ def submitted(tmp_path, monkeypatch):
         ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2}, "HT505", "--global-batch 64"),
         ("--recipe r.toml", {"gpus_per_node": 3}, "HT505", "--global-batch 64"),
         ("--elastic", {"tasks_per_node": 2}, "HT504", "--elastic without --global-batch"),
-        ("--ddp-bucket-mb 1", {"tasks_per_node": 2, "backend": "horovod"}, "HT503", "--ddp-bucket"),
+        ("--ddp-bucket-mb 1 --backend horovod", {"tasks_per_node": 2}, "HT503", "--ddp-bucket"),
         ("--epochs two", {"setup": ["export A=b"]}, "HT523", "argument --epochs"),
     ],
 )  # fmt: skip
@@ -78,8 +78,8 @@ def test_submit_refuses_options_with_which_the_script_cannot_train(
         ("--recipe r.toml", {"nodes": 3}),  # perhaps with GPUs that Slurm does not know
         ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2, "launcher": "none"}),
         (
-            "--global-batch 64 --batch-size 16 --accumulate 1",
-            {"gpus_per_node": 4, "tasks_per_node": 1, "backend": "dataparallel"},
+            "--global-batch 64 --batch-size 16 --accumulate 1 --backend dataparallel",
+            {"gpus_per_node": 4, "tasks_per_node": 1},
         ),
     ],
 )
