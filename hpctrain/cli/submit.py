@@ -14,7 +14,7 @@ from hpctrain.cli.job_options import (
     option,
     spec_from,
 )
-from hpctrain.jobs import site, submission
+from hpctrain.jobs import job_checks, job_environment, job_paths, site, submission
 from hpctrain.jobs.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _main(arguments: argparse.Namespace) -> int:
     spec = site.completed(described, os.environ)
     if arguments.dry_run:
         return _dry_run(described, spec)
-    log = submission.log_size(spec, os.environ)
+    log = job_paths.log_size(spec, os.environ)
     submitted = submission.send(spec, os.environ, option)
     for note in submitted.notes:
         _print_line(note)
@@ -79,9 +79,9 @@ def _print_next(spec: JobSpec, job: str) -> None:
     first = re.match("[0-9]*", spec.indices)
     index = int(first[0]) if first and first[0] else None
     task = "" if index is None else f" (task {index})"
-    log = submission.log(spec, job, index, os.environ)
+    log = job_paths.log(spec, job, index, os.environ)
     lines = [("log:", f"tail -F {shlex.quote(log)}{task}")] if log else []
-    run = submission.run_directory(spec, job, index, os.environ)
+    run = job_paths.run_directory(spec, job, index, os.environ)
     lines += [("run:", f"{shlex.quote(str(run))}{task}")]
     lines += [("state:", f"hpctrain status {job}"), ("cancel:", f"hpctrain cancel {job}")]
     sys.stderr.write("".join(f"  {name:9} {text}\n" for name, text in lines))
@@ -90,19 +90,18 @@ def _print_next(spec: JobSpec, job: str) -> None:
 
 def _dry_run(described: JobSpec, spec: JobSpec) -> int:
     """Write the script to standard output, and everything else to standard error."""
-    notes = submission.check(spec, os.environ)
+    notes = job_checks.check(spec, os.environ)
     sys.stdout.buffer.write(submission.text(spec).encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     for name, (_, source) in site.defaults(described, os.environ).items():
         _print_line(f"{name}: from {source}")
-    clean, ignored = submission.environ(spec, os.environ)
+    clean, ignored = job_environment.environ(spec, os.environ)
     for note in (*notes, *ignored):
         _print_line(note)
     if not_passed := sorted(set(os.environ) - set(clean)):
         _print_line(f"not passed to the job: {', '.join(not_passed)}")
-    submission.check_folders(spec, os.environ)
-    folder = submission.log_folder(spec, os.environ)
-    if folder is not None and not folder.is_dir():
+    folder = job_paths.log_folder(spec, os.environ)
+    if not folder.is_dir():
         _print_line(f"would create the folder {folder}")
     _print_line(f"would submit this script in {os.getcwd()}: sbatch --parsable < SCRIPT")
     for line in submission.trial(spec, os.environ, option).splitlines() or [

@@ -1335,11 +1335,7 @@ CODES: dict[str, Code] = {
     ),
     "HT811": Code(
         "The job has a field that the chosen way to run it does not support.",
-        (
-            "A job of submitit has a field such as `array`, `container` or `launcher = torchrun`.",
-            "A job on this machine has a field that a batch script would apply, such as `modules`.",
-            "A job on this machine asks for more nodes or GPUs than there are.",
-        ),
+        ("A job of submitit has a field such as `array`, `container` or `launcher = torchrun`.",),
         "Remove the field, or submit the job with `hpctrain submit`.",
     ),
     "HT812": Code(
@@ -1374,8 +1370,8 @@ CODES: dict[str, Code] = {
             "The host is not a login node of the cluster.",
             "The module of Slurm is not loaded.",
         ),
-        "Log in to a login node, or type `module load slurm`. `hpctrain run` or `via='local'` starts "
-        "the ranks on this machine.",
+        "Log in to a login node, or type `module load slurm`. `hpctrain run` and "
+        "`hpctrain.spawn` start ranks on this machine.",
     ),
     "HT816": Code(
         "A command of Slurm is missing, failed, or did not answer in time.",

@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,11 @@ class RankWork:
         call: function, arguments and keyword arguments, pickled by cloudpickle.
         path: `sys.path` of the submitting process.
         argv: `sys.argv` of the submitting process.
-        environ: variables to set before the call.
-        warned: signal that announces the end of the time, if it is sent to this process; it does
-            not end work without a session.
-        inside: whether the work runs in the submitting process, which stays as it is.
     """
 
     call: bytes
     path: tuple[str, ...]
     argv: tuple[str, ...]
-    environ: Mapping[str, str] = field(default_factory=dict)
-    warned: int | None = None
-    inside: bool = False
 
     def __call__(self) -> Any:
         """Call the function and return its result; None if it exits by `sys.exit()`.
@@ -52,9 +45,7 @@ class RankWork:
             Stopped: the work was stopped at a safe point.
             HpctrainError: the work exited with another code than 0.
         """
-        if not self.inside:
-            _make_ordinary_rank(self.warned)
-            os.environ.update(self.environ)
+        _make_ordinary_rank()
         try:
             return self._work()
         except Stopped as stop:
@@ -101,16 +92,12 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 def run_script(path: str, *arguments: object) -> None:
     """Run a script as `__main__`, as `python` does, in the process of the rank."""
-    argv, search = list(sys.argv), list(sys.path)
     sys.argv[:] = [path, *map(str, arguments)]
     sys.path.insert(0, str(Path(path).parent))
-    try:
-        runpy.run_path(path, run_name="__main__")
-    finally:
-        sys.argv[:], sys.path[:] = argv, search
+    runpy.run_path(path, run_name="__main__")
 
 
-def _make_ordinary_rank(warned: int | None) -> None:
+def _make_ordinary_rank() -> None:
     """Undo what submitit has done to this process, and remove the result of an earlier start.
 
     Its signal handlers would keep SIGTERM from work without a session, and treat USR2 as the end
@@ -121,7 +108,7 @@ def _make_ordinary_rank(warned: int | None) -> None:
     for number in _SUBMITIT_SIGNALS:
         handler = getattr(signal.getsignal(number), "__self__", None)
         if type(handler).__module__.startswith("submitit."):
-            signal.signal(number, _ignore_signal if number == warned else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
     report_uncaught()
     # submitit's last message in the log would only report that the work has ended.
     logging.getLogger("submitit").setLevel(logging.WARNING)
@@ -129,10 +116,6 @@ def _make_ordinary_rank(warned: int | None) -> None:
     for path in (paths.result_pickle, Path(f"{paths.result_pickle}.save_tmp")):  # also incomplete
         path.unlink(missing_ok=True)
     _redirect_output(paths.stdout)
-
-
-def _ignore_signal(number: int, frame: object) -> None:
-    """Ignore a signal; unlike SIG_IGN, a session replaces this handler."""
 
 
 def _redirect_output(path: Path) -> None:

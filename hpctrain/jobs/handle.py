@@ -8,7 +8,6 @@ states need accounting, and it takes results of a stopped or crashed start for t
 import html
 import os
 import re
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from hpctrain.jobs.job_store import JobRecord, Outcome
 from hpctrain.jobs.run_progress import progress
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["DebugJob", "Job", "LocalJob"]
+__all__ = ["Job"]
 
 _POLL_SECONDS = 0.5
+_LONGEST_PAUSE = 10.0
 # A file that another host has written may appear late: the attribute cache of NFS.
 _SECONDS_FOR_RESULT = 15.0
 _LAST_LINES = 20
@@ -47,13 +47,11 @@ class Job:
         record: record of the job.
 
     Attributes:
-        id: Slurm's number; process id of a local job; name of a job in this process.
+        id: Slurm's number.
         ranks: number of ranks.
         run_dir: run directory.
         folder: folder with the logs and the results of the job.
     """
-
-    _longest_pause = 10.0
 
     def __init__(self, record: JobRecord) -> None:
         """Set up the handle without a query to Slurm."""
@@ -68,8 +66,7 @@ class Job:
         """State as Slurm names it: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, etc.
 
         If Slurm has forgotten the job, its accounting gives the state, else the results of the
-        ranks; "unknown" if they are missing. Of a job on this machine: RUNNING, CANCELLED,
-        COMPLETED or FAILED.
+        ranks; "unknown" if they are missing.
         """
         return self._look()[0]
 
@@ -93,7 +90,7 @@ class Job:
             now = time.monotonic()
             if now >= self._last_query + self._pause:
                 self._last, self._last_query = self._look(), now
-                self._pause = min(1.25 * self._pause, self._longest_pause)
+                self._pause = min(1.25 * self._pause, _LONGEST_PAUSE)
             if self._last[1] or now >= end:
                 return self._last
             time.sleep(min(_POLL_SECONDS, end - now))
@@ -151,7 +148,7 @@ class Job:
         return job_curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
 
     def cancel(self) -> None:
-        """End the job, and keep what it has saved. Does nothing for a job in this process.
+        """End the job, and keep what it has saved.
 
         Raises:
             HpctrainError: Slurm could not cancel the job; the message has its reason.
@@ -234,53 +231,3 @@ class Job:
             for name, value in values.items()
         )
         return f"<table>{cells}</table>"
-
-
-class LocalJob(Job):
-    """Job whose ranks are processes of this machine, started by this process.
-
-    Args:
-        record: record of the job.
-        started: submitit's job.
-    """
-
-    _longest_pause = _POLL_SECONDS
-
-    def __init__(self, record: JobRecord, started: Any) -> None:
-        """Set up the handle."""
-        super().__init__(record)
-        self._started, self._cancelled = started, False
-
-    def cancel(self) -> None:
-        """End the ranks, and keep what they have saved."""
-        if not self._started.done():
-            self._cancelled = True
-            # Not SIGINT as submitit does: a process that a shell started in the background, and
-            # its children, ignore SIGINT.
-            os.kill(int(self.id), signal.SIGTERM)
-
-    def _look(self) -> tuple[str, bool]:
-        if not self._started.done():
-            return "RUNNING", False
-        name = "CANCELLED" if self._cancelled else self._by_results()
-        return "FAILED" if name == _UNKNOWN else name, True
-
-
-class DebugJob(LocalJob):
-    """Job of one rank in this process, which runs when its end or its result is requested."""
-
-    def wait(self, timeout: float | None = None) -> str:
-        """Run the rank."""
-        del timeout
-        self._started.wait()
-        return self.state
-
-    def results(self) -> list[Any]:
-        """Run the rank, and return its result."""
-        return list(self._started.results())
-
-    def cancel(self) -> None:
-        """Do nothing."""
-
-    def _look(self) -> tuple[str, bool]:
-        return "COMPLETED" if self._started.state == "DONE" else "PENDING", True

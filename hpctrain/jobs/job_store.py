@@ -1,6 +1,6 @@
 """Folders of jobs submitted from Python; other users cannot read them.
 
-job.json             record of a job in Slurm
+job.json             record of the job
 ID_submitted.pkl     work,
 ID_RANK_result.pkl   result of a rank, and
 ID_RANK_log.out      its output, all by submitit: core/utils.py, submitit 1.5.4
@@ -43,7 +43,7 @@ class JobRecord:
 
     Attributes:
         folder: folder of this job alone.
-        id: Slurm's number; process id of a local job; name of a job in this process.
+        id: Slurm's number.
         ranks: number of ranks.
         run_dir: run directory.
         title: name of the job.

@@ -16,7 +16,7 @@ from hpctrain import cli
 from hpctrain.cli import job_options
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import log_names, sbatch_errors, submission, waiting
+from hpctrain.jobs import job_checks, job_paths, log_names, sbatch_errors, waiting
 from hpctrain.jobs.spec import JobSpec
 
 
@@ -62,7 +62,11 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["--nodes", "x", "--time", "y", "--", "x"], "2 values", "HT801"),
         (["--", "python3", "none.py"], "none.py is no file here", "HT805"),
         (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log", "HT807"),
-        (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file", "HT809"),
+        (
+            ["--run-dir", "t.py", "--", "python3", "t.py"],
+            "run_dir = t.py: you may not",
+            "HT809",
+        ),
     ],
 )
 def test_submit_refuses_wrong_command_lines(fake, capsys, words, message, error):
@@ -90,7 +94,7 @@ def test_submit_repeated_options_make_tables_and_lists(fake):
 
 
 def test_submit_takes_sbatch_names_of_options(fake):
-    words = "-N 3 --ntasks-per-node=2 -c4 --mem=8G -t 1h -p gpu -J n".split()
+    words = ("-N3", "--ntasks-per-node=2", "-c4", "--mem=8G", "-t", "1h", "-p", "gpu", "-Jn")
     assert submit(*words, "--", "python3", "t.py") == 0
     script = Path("script").read_text()
     for line in ("nodes=3", "ntasks-per-node=2", "cpus-per-task=4", "mem=8G", "time=01:00:00"):
@@ -246,7 +250,7 @@ def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_pa
 )
 def test_submit_refuses_missing_files(fake, values, found):
     with pytest.raises(UsageError, match=re.escape(found)) as caught:
-        submission.check(JobSpec(**values), fake.env)
+        job_checks.check(JobSpec(**values), fake.env)
     assert caught.value.code == "HT805"
 
 
@@ -256,7 +260,7 @@ def test_submit_refuses_missing_files(fake, values, found):
 )
 def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
     with pytest.raises(UsageError) as caught:
-        submission.check(JobSpec(command=words), fake.env)
+        job_checks.check(JobSpec(command=words), fake.env)
     assert (caught.value.code, caught.value.fixes) == ("HT806", (fix,))
 
 
@@ -274,7 +278,7 @@ def test_submit_check_has_no_false_alarms(fake, values):
     Path("code").mkdir()
     Path("code", "code.py").touch()
     fake.command("python")
-    assert submission.check(JobSpec(**values), fake.env) == []
+    assert job_checks.check(JobSpec(**values), fake.env) == []
 
 
 @pytest.mark.parametrize(
@@ -288,7 +292,7 @@ def test_submit_check_has_no_false_alarms(fake, values):
     ],
 )
 def test_submit_notes_what_may_be_missing(fake, values, note):
-    assert note in " ".join(submission.check(JobSpec(**values), fake.env))
+    assert note in " ".join(job_checks.check(JobSpec(**values), fake.env))
 
 
 # Refusals.
@@ -512,8 +516,8 @@ def test_follow_expands_log_file_pattern(fake, pattern, name):
 def test_follow_skips_log_of_earlier_job(fake):
     Path("train.log").write_text("earlier\n")
     spec = JobSpec(command="x", output="train.log")
-    assert submission.log_size(spec, fake.env) == 8
-    assert submission.log_size(JobSpec(command="x"), fake.env) == 0
+    assert job_paths.log_size(spec, fake.env) == 8
+    assert job_paths.log_size(JobSpec(command="x"), fake.env) == 0
     fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
     out = io.BytesIO()
     log = waiting.Log(8, out)

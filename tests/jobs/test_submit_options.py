@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import job_files, submission
+from hpctrain.jobs import job_checks, job_files
 from hpctrain.jobs.spec import JobSpec
 
 TOP = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def submitted(tmp_path, monkeypatch):
     Path("r.toml").write_text(RECIPE)
 
     def check(words, script="t.py", **job):
-        submission.check(JobSpec(command=["python3", script, *words.split()], **job), {})
+        job_checks.check(JobSpec(command=["python3", script, *words.split()], **job), {})
 
     return check
 
@@ -154,9 +154,9 @@ def test_submit_accepts_the_jobs_of_the_imagenet_page(monkeypatch):
     assert len(jobs) >= 6
     for options in jobs:
         words = [word for word in options.partition("#")[0].split() if word != "--"]
-        submission.check(JobSpec(command=[*command, *words]), {})
+        job_checks.check(JobSpec(command=[*command, *words]), {})
     with pytest.raises(UsageError, match="--lr-warmup-epochs 5 with --epochs 2"):
-        submission.check(JobSpec(command=[*command, "--epochs", "2"]), {})
+        job_checks.check(JobSpec(command=[*command, "--epochs", "2"]), {})
 
 
 @pytest.mark.parametrize("name", ["cifar10", "imagenet", "mnist"])
