@@ -198,41 +198,27 @@ def extra(value: Any) -> dict[str, str | bool]:
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Check a grid (a table of lists) or a list of tables; return options and values of each."""
+    rows: Sequence[Any] = ()
     if isinstance(value, Mapping):
-        axes = [[(name, item) for item in _values(values)] for name, values in value.items()]
-        if math.prod(len(axis) for axis in axes) > _MOST_SETTINGS:
-            raise ValueError(f"at most {_MOST_SETTINGS} settings")
-        settings = [dict(item) for item in itertools.product(*axes)] if axes else []
-    elif isinstance(value, (list, tuple)):
-        settings = [_setting(item) for item in value]
+        if not all(isinstance(axis, (list, tuple)) and axis for axis in value.values()):
+            raise ValueError("a list of values for each option")
+        count = math.prod(map(len, value.values()))
+        if value and count <= _MOST_SETTINGS:
+            rows = [
+                dict(zip(value, row, strict=True)) for row in itertools.product(*value.values())
+            ]
+    elif isinstance(value, (list, tuple)) and all(
+        isinstance(row, (Mapping, tuple)) for row in value
+    ):
+        rows, count = [dict(row) for row in value], len(value)
     else:
         raise ValueError("a table of lists, or a list of tables")
-    if len(settings) > _MOST_SETTINGS:
+    if count > _MOST_SETTINGS:
         raise ValueError(f"at most {_MOST_SETTINGS} settings")
-    for setting in settings:
-        for name in setting:
-            if not isinstance(name, str) or not _FLAG.match(name):
-                raise ValueError(f"names of options, not {name!r}")
-    return tuple(
-        tuple((name, _value(item)) for name, item in setting.items()) for setting in settings
-    )
-
-
-def _setting(value: Any) -> dict[Any, Any]:
-    """Return a setting from a table, or from a result of `sweep`."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, tuple) and all(
-        isinstance(item, tuple) and len(item) == 2 for item in value
-    ):
-        return dict(value)
-    raise ValueError("a table of lists, or a list of tables")
-
-
-def _values(values: Any) -> Sequence[Any]:
-    if not isinstance(values, (list, tuple)) or not values:
-        raise ValueError("a list of values for each option")
-    return values
+    for name in itertools.chain.from_iterable(rows):
+        if not isinstance(name, str) or not _FLAG.match(name):
+            raise ValueError(f"names of options, not {name!r}")
+    return tuple(tuple((name, _value(item)) for name, item in row.items()) for row in rows)
 
 
 def _value(value: Any) -> str:
