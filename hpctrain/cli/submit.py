@@ -11,7 +11,6 @@ from hpctrain.cli.job_options import (
     EXAMPLE,
     add_job_options,
     no_command,
-    option,
     spec_from,
 )
 from hpctrain.jobs import job_checks, job_environment, job_paths, site, submission
@@ -62,7 +61,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(described, spec)
     log = job_paths.log_size(spec, os.environ)
-    submitted = submission.send(spec, os.environ, option)
+    submitted = submission.send(spec, os.environ)
     for note in submitted.notes:
         _print_line(note)
     sys.stdout.write(f"{submitted.job}\n")
@@ -104,7 +103,7 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
     if not folder.is_dir():
         _print_line(f"would create the folder {folder}")
     _print_line(f"would submit this script in {os.getcwd()}: sbatch --parsable < SCRIPT")
-    for line in submission.trial(spec, os.environ, option).splitlines() or [
+    for line in submission.trial(spec, os.environ).splitlines() or [
         "no sbatch here, so Slurm was not asked whether it accepts the job"
     ]:
         _print_line(line)

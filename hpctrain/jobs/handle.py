@@ -5,7 +5,6 @@ a restarted notebook kernel, needs only the id of the job. submitit's own Job ca
 states need accounting, and it takes results of a stopped or crashed start for those of the job.
 """
 
-import html
 import os
 import re
 import time
@@ -216,18 +215,3 @@ class Job:
     def __repr__(self) -> str:
         """Return id, current state and run directory."""
         return f"Job(id={self.id!r}, state={self.state!r}, run_dir={os.fspath(self.run_dir)!r})"
-
-    def _repr_html_(self) -> str:
-        """Return a table for a notebook."""
-        last = ", ".join(job_curves.last_values(self.metrics()))
-        values = {
-            "job": self.id,
-            "state": self.state,
-            "run_dir": os.fspath(self.run_dir),
-            "last": last,
-        }
-        cells = "".join(
-            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in values.items()
-        )
-        return f"<table>{cells}</table>"

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,13 +30,12 @@ class Sent:
     notes: tuple[str, ...]
 
 
-def send(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] = str) -> Sent:
+def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
     """Submit a job by sbatch from the current folder.
 
     Args:
         spec: job with the defaults of its profile and site.
         env: environment of this process.
-        option_of: function that returns the option for a name of JobSpec, for messages.
 
     Raises:
         UsageError: Slurm refuses a value of the job, or the job could not run.
@@ -47,7 +46,7 @@ def send(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] 
     _make_log_folder(spec, env)
     tree, code_notes = _freeze(spec)
     clean, left_out = job_environment.environ(spec, env)
-    answer = _answer(text(spec, tree), spec, clean, option_of)
+    answer = _answer(text(spec, tree), spec, clean)
     if tree:
         frozen_code.note_job(frozen_code.STORE, answer.job, tree)
     return Sent(answer.job, (*notes, *code_notes, *left_out, *answer.message.splitlines()))
@@ -69,7 +68,7 @@ def _freeze(spec: JobSpec) -> tuple[str, list[str]]:
     return snapshot.tree, notes
 
 
-def trial(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] = str) -> str:
+def trial(spec: JobSpec, env: Mapping[str, str]) -> str:
     """Return the answer of `sbatch --test-only`, which submits nothing; empty without sbatch.
 
     Raises:
@@ -77,9 +76,7 @@ def trial(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str]
     """
     if shutil.which("sbatch", path=env.get("PATH", os.defpath)) is None:
         return ""
-    return _answer(
-        text(spec), spec, job_environment.environ(spec, env)[0], option_of, "--test-only"
-    ).message
+    return _answer(text(spec), spec, job_environment.environ(spec, env)[0], "--test-only").message
 
 
 def text(spec: JobSpec, tree: str = "") -> str:
@@ -95,7 +92,6 @@ def _answer(
     script_text: str,
     spec: JobSpec,
     env: Mapping[str, str],
-    option_of: Callable[[str], str],
     *options: str,
 ) -> slurm.Answer:
     # Through standard input: a file could change before the job starts.
@@ -108,7 +104,7 @@ def _answer(
     if answer.code or not (answer.job or options):
         from hpctrain.jobs import sbatch_errors
 
-        raise sbatch_errors.refused(answer.message, spec, env, option_of)
+        raise sbatch_errors.refused(answer.message, spec, env)
     return answer
 
 

@@ -325,9 +325,7 @@ FULL = {
     ],
 )
 def test_sbatch_refusal_names_the_option_to_fix(fake, message, option):
-    error = sbatch_errors.refused(
-        f"sbatch: error: {message}", JobSpec(**FULL), fake.env, job_options.option
-    )
+    error = sbatch_errors.refused(f"sbatch: error: {message}", JobSpec(**FULL), fake.env)
     assert error.exit_code == 2
     assert message.removeprefix("sbatch: ") in error.found
     assert error.code == "HT817"
@@ -357,12 +355,12 @@ def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, message):
 def test_sbatch_refusal_lists_valid_values(fake):
     fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
     spec = JobSpec(command="x", partition="p", gpus_per_node="9")
-    error = sbatch_errors.refused("invalid partition", spec, fake.env, str)
+    error = sbatch_errors.refused("invalid partition", spec, fake.env)
     assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
-    assert error.fixes == ("partition='main' (it is 'p')",)
-    error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env, str)
+    assert error.fixes == ("--partition main (it is p; partition in JOB.toml and JobSpec)",)
+    error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env)
     assert "gpu:v100:4" in error.expected
-    assert error.fixes == ("gpus_per_node='v100:4' (it is '9')",)
+    assert error.fixes[0].startswith("--gpus-per-node v100:4 (it is 9; ")
 
 
 def test_sbatch_refusal_proposes_a_value_to_type(fake):
@@ -375,7 +373,7 @@ def test_sbatch_refusal_proposes_a_value_to_type(fake):
         ("invalid account", ["--account physics (it is fisics", "--partition", "--qos"]),
         ("invalid qos", ["--qos physics (it is high", "--account"]),
     ):
-        error = sbatch_errors.refused(message, spec, fake.env, job_options.option)
+        error = sbatch_errors.refused(message, spec, fake.env)
         starts = zip(error.fixes, fixes, strict=True)
         assert all(fix.startswith(expected) for fix, expected in starts), error.fixes
 
