@@ -13,6 +13,7 @@ from hpctrain.cli.job_options import (
     no_command,
     spec_from,
 )
+from hpctrain.cluster.texts import printable
 from hpctrain.jobs import job_checks, job_environment, job_paths, site, submission
 from hpctrain.jobs.spec import JobSpec
 
@@ -124,18 +125,23 @@ def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
     code = waiting.worst(outcomes)
     states = ", ".join(sorted({outcome.state.lower() for outcome in outcomes}))
     if spec.indices:
-        _print_table(outcomes)
+        _print_table(spec, outcomes)
     _print_line(f"job {job} has ended: {states}, exit code {code}")
     _print_failures(job, outcomes)
     return code
 
 
-def _print_table(outcomes: "list[JobOutcome]") -> None:
-    """Print the table of `hpctrain status` for the tasks of an array."""
+def _print_table(spec: JobSpec, outcomes: "list[JobOutcome]") -> None:
+    """Print the table of `hpctrain status` for the tasks of an array, with their settings."""
     from hpctrain.jobs import job_status, job_tables
 
     tasks = sorted((one.job for one in outcomes if one.job), key=lambda job: int(job.number))
-    rows = [job_tables.row_of(job_status.of_queued(task, os.environ)) for task in tasks]
+    rows = []
+    for task in tasks:
+        *cells, run = job_tables.row_of(job_status.of_queued(task, os.environ))
+        setting = spec.sweep[int(task.task)] if spec.sweep and task.task.isdigit() else ()
+        words = [f"--{name} {printable(value)}" for name, value in setting]
+        rows.append((*cells, "; ".join([*([" ".join(words)] if words else []), run])))
     sys.stderr.write(job_tables.aligned([job_tables.HEADS, *rows]))
 
 
