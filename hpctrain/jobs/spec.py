@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from typing import Any
@@ -211,62 +211,48 @@ class JobSpec:
               if getattr(self, name) and getattr(self, other)),
             *((f"{name} without {text}", "both") for name, text, other in _NEEDS
               if getattr(self, name) and not getattr(self, other)),
-            *((found, expected) for violated, found, expected in self._rules() if violated),
+            *self._limits(), *self._places(),
         ]  # fmt: skip
 
-    def _rules(self) -> Sequence[tuple[object, str, str]]:
-        """Return rules as tuples: whether violated, what was found, what was expected."""
-        pyxis = self.container_runtime == "pyxis"
-        agents = self.launcher == "hpctrain" and not pyxis
-        staged = self.stage_code or self.stage_environment or self.stage_data
-        one_rank = any(word.endswith("dataparallel") for word in self.command)
-        return (
-            (
-                self.gpus not in (0, self.tasks) and self.launcher != "none" and not one_rank,
+    def _limits(self) -> Iterator[tuple[str, str]]:
+        """Yield contradictions in the size, the time and the launcher."""
+        one_rank = self.launcher == "none" or any(
+            word.endswith("dataparallel") for word in self.command
+        )
+        if self.gpus not in (0, self.tasks) and not one_rank:
+            yield (
                 f"tasks_per_node = {self.tasks} with {self.gpus} GPUs on each node",
                 f"a rank for each GPU: tasks_per_node = {self.gpus}, or none",
-            ),
-            (
-                self.elastic and self.launcher != "hpctrain",
-                f"elastic with launcher = {self.launcher}",
-                "launcher = hpctrain",
-            ),
-            (
-                self.container and (self.launcher == "none" or (not agents and not pyxis)),
-                f"container with launcher = {self.launcher}",
-                "launcher = hpctrain, or srun with container_runtime = pyxis",
-            ),
-            (
-                staged and not agents,
-                "stage_code, stage_environment or stage_data with another launcher than hpctrain",
-                "launcher = hpctrain",
-            ),
-            (
-                self.container and set(",:") & set(self.run_dir),
-                f"run_dir = {_shown(self.run_dir)} in a container",
-                "a path without , and :",
-            ),
-            (
-                self.stage_environment and not _TAR.search(self.stage_environment),
-                f"stage_environment = {_shown(self.stage_environment)}",
-                "a tar archive, such as env.tar.gz",
-            ),
-            (
-                self.stage_data and os.path.basename(self.stage_data.rstrip("/")) in _NO_NAMES,
-                f"stage_data = {_shown(self.stage_data)}",
-                "a folder by its name, as that is the name of the copy",
-            ),
-            (
-                self.stage_data and env_vars.DATA in self.environment,
-                f"stage_data and {env_vars.DATA}",
-                "one of them, as stage_data sets this variable",
-            ),
-            (
-                self.time and self.signal_seconds >= units.seconds(self.time),
-                f"signal_time = {self.signal_seconds} and time = {self.time}",
-                "less than the whole time, in seconds",
-            ),
-        )
+            )
+        if self.time and self.signal_seconds >= units.seconds(self.time):
+            found = f"signal_time = {self.signal_seconds} and time = {self.time}"
+            yield found, "less than the whole time, in seconds"
+        if self.elastic and self.launcher != "hpctrain":
+            yield f"elastic with launcher = {self.launcher}", "launcher = hpctrain"
+
+    def _places(self) -> Iterator[tuple[str, str]]:
+        """Yield contradictions about containers and copies on the hosts' disks."""
+        pyxis = self.container_runtime == "pyxis"
+        if self.container and self.launcher not in ("hpctrain", "srun" if pyxis else ""):
+            expected = "launcher = hpctrain, or srun with container_runtime = pyxis"
+            yield f"container with launcher = {self.launcher}", expected
+        if self.container and set(",:") & set(self.run_dir):
+            yield f"run_dir = {_shown(self.run_dir)} in a container", "a path without , and :"
+        staged = self.stage_code or self.stage_environment or self.stage_data
+        if staged and (pyxis or self.launcher != "hpctrain"):
+            found = (
+                "stage_code, stage_environment or stage_data with another launcher than hpctrain"
+            )
+            yield found, "launcher = hpctrain"
+        if self.stage_environment and not _TAR.search(self.stage_environment):
+            found = f"stage_environment = {_shown(self.stage_environment)}"
+            yield found, "a tar archive, such as env.tar.gz"
+        if self.stage_data and os.path.basename(self.stage_data.rstrip("/")) in _NO_NAMES:
+            expected = "a folder by its name, as that is the name of the copy"
+            yield f"stage_data = {_shown(self.stage_data)}", expected
+        if self.stage_data and env_vars.DATA in self.environment:
+            expected = "one of them, as stage_data sets this variable"
+            yield f"stage_data and {env_vars.DATA}", expected
 
 
 def names() -> list[str]:
