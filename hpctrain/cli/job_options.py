@@ -6,6 +6,7 @@ hpctrain submit JOB.toml --nodes 4 -- --lr 0.1        more arguments for the com
 
 import argparse
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,10 @@ _OF_SBATCH = {
     "account": ("-A",), "qos": ("-q",), "constraint": ("-C",), "exclude": ("-x",),
     "dependency": ("-d",), "array": ("-a",),
 }  # fmt: skip
+# Options of sbatch that need no --extra before them.
+_EXTRA = (
+    "begin", "comment", "gres", "licenses", "mail-type", "mail-user", "nodelist", "reservation"
+)  # fmt: skip
 # First field of each group of options.
 _GROUPS = {
     "about": "what runs",
@@ -99,6 +104,12 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(_GROUPS[field.name])
         if field.name != "command":
             _add(group, field)
+    for name in _EXTRA:
+        pair = functools.partial("{}={}".format, name)
+        parser.add_argument(
+            f"--{name}", dest="extra", action="append", type=pair, default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
 
 
 def _add(group: Any, field: dataclasses.Field[Any]) -> None:

@@ -135,11 +135,13 @@ def _print_table(spec: JobSpec, outcomes: "list[JobOutcome]") -> None:
     """Print the table of `hpctrain status` for the tasks of an array, with their settings."""
     from hpctrain.jobs import job_status, job_tables
 
-    tasks = sorted((one.job for one in outcomes if one.job), key=lambda job: int(job.number))
+    # Tasks that never ran are one row, with several indices.
+    tasks = [(int(one.job.task) if one.job.task.isdigit() else -1, one.job)
+             for one in outcomes if one.job]  # fmt: skip
     rows = []
-    for task in tasks:
+    for index, task in sorted(tasks, key=lambda pair: pair[0]):
         *cells, run = job_tables.row_of(job_status.of_queued(task, os.environ))
-        setting = spec.sweep[int(task.task)] if spec.sweep and task.task.isdigit() else ()
+        setting = spec.sweep[index] if spec.sweep and index >= 0 else ()
         words = [f"--{name} {printable(value)}" for name, value in setting]
         rows.append((*cells, "; ".join([*([" ".join(words)] if words else []), run])))
     sys.stderr.write(job_tables.aligned([job_tables.HEADS, *rows]))

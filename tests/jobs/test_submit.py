@@ -95,8 +95,10 @@ def test_submit_repeated_options_make_tables_and_lists(fake):
 
 def test_submit_takes_sbatch_names_of_options(fake):
     words = ("-N3", "--ntasks-per-node=2", "-c4", "--mem=8G", "-t", "1h", "-p", "gpu", "-Jn")
-    assert submit(*words, "--", "python3", "t.py") == 0
+    mail = ("--mail-user=ada@example.org", "--extra", "nice=5")
+    assert submit(*words, *mail, "--", "python3", "t.py") == 0
     script = Path("script").read_text()
+    assert "#SBATCH --mail-user=ada@example.org\n#SBATCH --nice=5\n" in script
     for line in ("nodes=3", "ntasks-per-node=2", "cpus-per-task=4", "mem=8G", "time=01:00:00"):
         assert f"#SBATCH --{line}\n" in script
     assert "#SBATCH --partition=gpu\n" in script
