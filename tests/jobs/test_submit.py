@@ -663,3 +663,16 @@ def test_wait_names_logs_of_failed_tasks(fake, capsys):
         "  log:      runs/t-70_1.log",
         "hpctrain: job 70_2: cancelled",
     ]
+
+
+def test_wait_of_sweep_ends_with_its_tasks_in_order_and_their_settings(fake, capsys):
+    # Slurm gives the last task the number of the array.
+    columns = {"State": "COMPLETED", "Name": "t", "WorkDir": os.getcwd()}
+    fake.jobs(job("70_1", JobID="70", **columns), job("70_0", JobID="71", **columns))
+    for index in range(2):
+        Path(f"runs/t-70_{index}").mkdir(parents=True)
+    assert submit("--wait", "--sweep", "lr=0.1,0.2", "--", "python3", "t.py") == 0
+    rows = [line for line in capsys.readouterr().err.splitlines() if line.startswith("70_")]
+    assert [(row.split()[0], re.split("  +", row)[-1]) for row in rows] == [
+        ("70_0", "--lr 0.1; runs/t-70_0"), ("70_1", "--lr 0.2; runs/t-70_1")
+    ]  # fmt: skip
