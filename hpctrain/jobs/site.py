@@ -16,7 +16,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["completed", "defaults", "script"]
+__all__ = ["completed", "defaults"]
 
 # Variables that sbatch reads, by the names of JobSpec.
 _VARIABLES = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
@@ -30,19 +30,14 @@ _ASSIGNMENT = re.compile(
 _MOST_BYTES = 2**20
 
 
-def script(env: Mapping[str, str]) -> Path:
-    """Return the path of the user's site.sh, which may not exist."""
-    home = env.get("HOME") or os.path.expanduser("~")
-    return Path(env.get("HPCTRAIN_SITE") or Path(home, ".config", "hpctrain", "site.sh"))
-
-
 def defaults(spec: JobSpec, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return a value and its source for each of account, partition and qos that a job leaves open.
 
     Raises:
         UsageError: site.sh cannot be read.
     """
-    path = script(env)
+    home = env.get("HOME") or os.path.expanduser("~")
+    path = Path(env.get("HPCTRAIN_SITE") or Path(home, ".config", "hpctrain", "site.sh"))
     assigned = _assignments(path)
     found: dict[str, tuple[str, str]] = {}
     for name, variable in _VARIABLES.items():
