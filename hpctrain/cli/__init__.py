@@ -16,14 +16,13 @@ __all__ = ["main"]
 # sets the default `command` to a function that takes the parsed arguments and returns an exit code.
 COMMANDS = {
     "run": "start the ranks of a program, here or on all hosts of a job",
-    "submit": "submit a job with sbatch or submitit, or run it on this machine",
+    "submit": "submit a job to Slurm",
     "status": "show your jobs, why they wait, and the progress of their runs",
     "cancel": "cancel jobs; their checkpoints are kept",
     "diff": "show what has changed in the code since a job was submitted",
     "requeue": "start jobs again from their last checkpoints",
     "render": "write the batch script of a job",
     "lint": "find errors in an sbatch script",
-    "site": "show a first site.sh for this cluster, or write it",
     "explain": "show the rank of this process and its variables, or explain an error",
     "doctor": "check this machine, or under a launcher all ranks and a sum over them",
     "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",

@@ -6,16 +6,17 @@ hpctrain submit JOB.toml --nodes 4 -- --lr 0.1        more arguments for the com
 
 import argparse
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import site, values
-from hpctrain.jobs.spec import JobSpec, names
+from hpctrain.jobs import site
+from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["EXAMPLE", "Described", "add_job_options", "gather", "option", "spec_from"]
+__all__ = ["EXAMPLE", "add_job_options", "no_command", "option", "spec_from"]
 
 # Options with another name than their field: they are given once for each entry.
 _REPEATED = {
@@ -26,6 +27,17 @@ _REPEATED = {
     "setup": ("--setup", "LINE"),
     "finish": ("--finish", "LINE"),
 }
+# sbatch's own names of options that mean the same.
+_OF_SBATCH = {
+    "name": ("-J", "--job-name"), "nodes": ("-N",), "tasks_per_node": ("--ntasks-per-node",),
+    "cpus_per_task": ("-c",), "memory": ("--mem",), "time": ("-t",), "partition": ("-p",),
+    "account": ("-A",), "qos": ("-q",), "constraint": ("-C",), "exclude": ("-x",),
+    "dependency": ("-d",), "array": ("-a",),
+}  # fmt: skip
+# Options of sbatch that need no --extra before them.
+_EXTRA = (
+    "begin", "comment", "gres", "licenses", "mail-type", "mail-user", "nodelist", "reservation"
+)  # fmt: skip
 # First field of each group of options.
 _GROUPS = {
     "about": "what runs",
@@ -33,12 +45,6 @@ _GROUPS = {
     "signal": "how it stops and continues",
     "environment": "its environment",
 }
-# sbatch's short options, with the field of each.
-_SHORT = {
-    "N": "nodes", "n": "tasks_per_node", "t": "time", "p": "partition", "A": "account",
-    "c": "cpus_per_task", "J": "name", "G": "gpus_per_node", "q": "qos", "C": "constraint",
-    "d": "dependency", "a": "array", "x": "exclude",
-}  # fmt: skip
 EXAMPLE = "hpctrain submit --nodes 2 --gpus-per-node 4 -- python train.py"
 
 
@@ -78,23 +84,6 @@ class _JobAndCommand(argparse.Action):
             parser.parse_args(arguments[1:], namespace)
 
 
-class _SbatchOption(argparse.Action):
-    """Action that refuses an option of sbatch and names hpctrain's option for it."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Raise the error."""
-        del parser, namespace, values
-        raise UsageError(
-            "HT804", f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
-        )
-
-
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of JobSpec, and [JOB.toml] … [-- COMMAND …].
 
@@ -115,23 +104,12 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(_GROUPS[field.name])
         if field.name != "command":
             _add(group, field)
-    own_options = {option(field.name) for field in dataclasses.fields(JobSpec)} | {
-        "--wait",
-        "--requeue",
-    }
-    for name, replacement in (
-        *((f"-{letter}", option(name)) for letter, name in _SHORT.items()),
-        *((f"--{name}", _replacement(text)) for name, text in values.OWN_OPTIONS.items()),
-    ):
-        if name not in own_options and name != "--no-requeue":
-            parser.add_argument(
-                name, action=_SbatchOption, nargs="?", const=replacement, help=argparse.SUPPRESS
-            )
-
-
-def _replacement(text: str) -> str:
-    """Return the replacement for an option of sbatch, with options in place of field names."""
-    return " ".join(option(name) if name in names() else name for name in text.split())
+    for name in _EXTRA:
+        pair = functools.partial("{}={}".format, name)
+        parser.add_argument(
+            f"--{name}", dest="extra", action="append", type=pair, default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
 
 
 def _add(group: Any, field: dataclasses.Field[Any]) -> None:
@@ -144,95 +122,58 @@ def _add(group: Any, field: dataclasses.Field[Any]) -> None:
     elif field.name in _REPEATED:
         keywords |= {"metavar": _REPEATED[field.name][1], "action": "append"}
         keywords["help"] += " (repeatable)"
-    group.add_argument(option(field.name), dest=field.name, default=argparse.SUPPRESS, **keywords)
+    names = (*_OF_SBATCH.get(field.name, ()), option(field.name))
+    group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **keywords)
 
 
-def spec_from(arguments: argparse.Namespace) -> JobSpec:
-    """Return the job of a command line, including its JOB.toml, profile and site.sh.
+def spec_from(arguments: argparse.Namespace, complete: bool = True) -> JobSpec:
+    """Return the job of a command line and its JOB.toml.
 
     With launcher "none" the job may lack a command, which then follows the script's name on the
     command line of sbatch.
 
+    Args:
+        arguments: parsed command line.
+        complete: whether to add the defaults of the shell and of site.sh.
+
     Raises:
         UsageError: the command line describes no job, or an impossible one.
     """
-    return _described(arguments, os.environ).spec
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Described:
-    """Job of a command line, and the source of each value.
-
-    Attributes:
-        spec: job, including profile and site.sh.
-        sources: source of each value, by the value's name.
-        explicit: values of the options and of JOB.toml only.
-    """
-
-    spec: JobSpec
-    sources: Mapping[str, str]
-    explicit: Mapping[str, Any]
-
-    @property
-    def without_profile(self) -> JobSpec:
-        """Job without profile and site.sh, for a JOB.toml."""
-        return JobSpec(**self.explicit)
-
-
-def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
-    """Return the job as `spec_from` does, with a command, and the source of each value.
-
-    Raises:
-        UsageError: as in `spec_from`, or the job has no command.
-    """
-    described = _described(arguments, env)
-    if not described.spec.argv:
-        raise _no_command()
-    return described
-
-
-def _no_command() -> UsageError:
-    return UsageError(
-        "HT803", "no command to run", "a JOB.toml that has one, or -- COMMAND", EXAMPLE
-    )
-
-
-def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
     options = {
         field.name: _read(field.name, getattr(arguments, field.name))
         for field in dataclasses.fields(JobSpec)
         if hasattr(arguments, field.name) and field.name != "command"
     }
-    file = {} if arguments.job is None else _job(arguments.job)
-    command = arguments.job_command or []
-    if command:
-        if file.get("function") and "function" not in options:
-            raise UsageError(
-                "HT801",
-                f"{' '.join(command)[:200]} after --, and {arguments.job} has a function",
-                "a command in its place",
-            )
-        options["command"] = (*file.get("command", ()), *command)
-    options = site.checked(options, "the command line")
-    cluster = options.get("cluster", file.get("cluster", ""))
-    lower_layers = site.layers(cluster, env)
-    upper_layers = [site.Layer(str(arguments.job), file), site.Layer("the command line", options)]
-    merged, sources = site.merged([*lower_layers, *upper_layers])
-    spec = JobSpec(**merged)
-    if not spec.argv and spec.launcher != "none":
-        raise _no_command()
-    return Described(spec, sources, site.merged(upper_layers)[0])
+    if arguments.job is not None:
+        options = _over_file(arguments.job, options, arguments.job_command or ())
+    elif arguments.job_command:
+        options["command"] = arguments.job_command
+    spec = JobSpec(**options)
+    if not spec.command and spec.launcher != "none":
+        raise no_command()
+    return site.completed(spec, os.environ) if complete else spec
 
 
-def _job(path: str) -> dict[str, Any]:
-    """Return the checked values of a JOB.toml."""
+def no_command() -> UsageError:
+    """Return the error for a job without a command."""
+    return UsageError(
+        "HT803", "no command to run", "a JOB.toml that has one, or -- COMMAND", EXAMPLE
+    )
+
+
+def _over_file(path: str, options: dict[str, Any], command: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a JOB.toml, with options over them, and arguments after its command."""
     if not path.endswith(".toml"):
         raise UsageError(
             "HT803", f"{path} is no .toml", "a JOB.toml, or -- before the command", EXAMPLE
         )
     from hpctrain.jobs import job_files  # imports the TOML parser, which few commands need
 
-    return site.checked(job_files.read(Path(path)), path)
+    values = job_files.read(Path(path))
+    if command:
+        first = JobSpec(command=values.get("command", ())).command
+        options = {**options, "command": (*first, *command)}
+    return job_files.merged(values, options)
 
 
 def _read(name: str, value: Any) -> Any:

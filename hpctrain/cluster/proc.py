@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Stat", "environment", "ignores", "namespace", "start_time", "started", "stat", "text"]
+__all__ = ["Stat", "environment", "namespace", "start_time", "started", "stat", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,6 @@ def environment(pid: int) -> dict[str, str] | None:
         return None
     pairs = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-
-
-def ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal."""
-    mask = re.search(r"^SigIgn:\s*([0-9a-f]+)", text(f"{pid}/status"), re.MULTILINE)
-    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
 
 
 def namespace() -> int:

@@ -1272,19 +1272,18 @@ CODES: dict[str, Code] = {
         "Change each value in the message to what the message expects there.",
     ),
     "HT802": Code(
-        "A file with settings of jobs cannot be read, or lacks the named profile.",
+        "A JOB.toml or site.sh cannot be read.",
         (
             "The path of the JOB.toml is wrong.",
             "The file is not valid TOML, is larger than 1 MiB, or is not UTF-8.",
-            "The config.toml has no table `[cluster.NAME]` for the value of `cluster`.",
         ),
-        "Correct the path, the file or the name of the profile that the message shows.",
+        "Correct the path or the file that the message shows.",
     ),
     "HT803": Code(
         "The job has no command.",
         (
             "The command has no `--` before it on the command line.",
-            "The JOB.toml has neither `command` nor `function`.",
+            "The JOB.toml has no `command`.",
         ),
         "Type the command after `--`, as in `hpctrain submit --nodes 2 -- python train.py`, or add "
         "`command` to the JOB.toml.",
@@ -1293,7 +1292,6 @@ CODES: dict[str, Code] = {
         "The arguments of a command are incomplete, not valid, or do not fit together.",
         (
             "An option needs another option, such as `--node-rank` without `--main-address`.",
-            "An option of sbatch stands in place of the option of hpctrain.",
             "A number or a code does not exist or is out of range.",
         ),
         "Correct the arguments as the message says. `hpctrain COMMAND --help` lists the options.",
@@ -1313,7 +1311,6 @@ CODES: dict[str, Code] = {
         (
             "The command is a Python file without `python` before it.",
             "The whole command is in quotes, so that it is one word.",
-            "A job with `--via local` finds no bash on the PATH.",
         ),
         "Write `python` before a script, and each argument as its own word.",
     ),
@@ -1341,24 +1338,10 @@ CODES: dict[str, Code] = {
         "Choose a path in a folder that exists and in which you may write. Submit jobs from such a "
         "folder.",
     ),
-    "HT810": Code(
-        "The command of the job does not start a Python script or module.",
-        (
-            "The command is a shell script or another program, and `elastic`, `--via local` or "
-            "`--via submitit` needs Python.",
-            "An option of Python stands before the script, as in `python -c`.",
-        ),
-        "Write the command as `python SCRIPT …` or `python -m MODULE …`, or use `--via sbatch` "
-        "without `elastic`.",
-    ),
     "HT811": Code(
         "The job has a field that the chosen way to run it does not support.",
-        (
-            "A job of submitit has a field such as `array`, `container` or `launcher = torchrun`.",
-            "A job on this machine has a field that needs Slurm, such as `stage_data`.",
-            "A job on this machine asks for more nodes or GPUs than there are.",
-        ),
-        "Remove the field, or submit the job with `hpctrain submit --via sbatch`.",
+        ("A job of submitit has a field such as `array`, `container` or `launcher = torchrun`.",),
+        "Remove the field, or submit the job with `hpctrain submit`.",
     ),
     "HT812": Code(
         "submitit cannot be imported.",
@@ -1392,8 +1375,8 @@ CODES: dict[str, Code] = {
             "The host is not a login node of the cluster.",
             "The module of Slurm is not loaded.",
         ),
-        "Log in to a login node, or type `module load slurm`. `--via local` or `via='local'` runs "
-        "the job on this machine.",
+        "Log in to a login node, or type `module load slurm`. `hpctrain run` and "
+        "`hpctrain.spawn` start ranks on this machine.",
     ),
     "HT816": Code(
         "A command of Slurm is missing, failed, or did not answer in time.",

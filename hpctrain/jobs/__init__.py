@@ -5,7 +5,7 @@ Public names are imported on first use. This module and `hpctrain.cli` read the 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hpctrain._lazy import lazy
 
@@ -22,7 +22,6 @@ def submit(
     train: Callable[..., Any] | str | os.PathLike[str],
     spec: "JobSpec",
     *,
-    via: Literal["slurm", "local", "debug"] = "slurm",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> "Job":
@@ -37,9 +36,6 @@ def submit(
     Args:
         train: function to run; or path of a script, which each rank runs as `__main__`.
         spec: description of the job, without a command.
-        via: `"slurm"`; `"local"`, ranks on this machine, without a queue and its features; or
-            `"debug"`, one rank in this process, which runs when its result is requested, and opens
-            the debugger on an error.
         args: positional arguments of the function, a tuple or list; for a script, its command line.
         kwargs: keyword arguments of the function.
 
@@ -53,11 +49,11 @@ def submit(
     """
     from hpctrain.jobs import by_submitit
 
-    return by_submitit.send(train, spec, via, args, kwargs or {}, os.environ)
+    return by_submitit.send(train, spec, args, kwargs or {}, os.environ)
 
 
 def find(job: str | int | os.PathLike[str]) -> "Job":
-    """Return a job that `submit` has started from this folder, in this or another process.
+    """Return a job that `submit` has sent to Slurm from this folder, in this or another process.
 
     Args:
         job: id of the job; or its folder in `runs/.submitit`, from any current folder.
@@ -69,4 +65,4 @@ def find(job: str | int | os.PathLike[str]) -> "Job":
     from hpctrain.jobs import job_store
     from hpctrain.jobs.handle import Job
 
-    return Job(job_store.read(job_store.find(job)), os.environ)
+    return Job(job_store.find(job))

@@ -11,6 +11,9 @@ __all__ = ["LOG", "LOG_OF_ARRAY", "directives"]
 LOG = "%x-%j.log"
 LOG_OF_ARRAY = "%x-%A_%a.log"
 
+# Fields that have sbatch's own names.
+_AS_THEY_ARE = ("partition", "account", "qos", "constraint", "exclude", "dependency")
+
 
 def directives(spec: JobSpec) -> str:
     """Return a line for each option of sbatch; fields left to the cluster have no line."""
@@ -19,10 +22,25 @@ def directives(spec: JobSpec) -> str:
 
 def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
     """Yield options and their values; None for an option without a value."""
+    # With `launcher = none` the defaults are left out, so that sbatch's own line decides.
+    alone = spec.launcher == "none"
+    throttle = f"%{spec.throttle}" if spec.throttle else ""
     yield "job-name", spec.title
-    for name, value in (*_size(spec), *_place(spec), *_mail(spec)):
+    for name, value in (
+        ("nodes", "" if alone and spec.nodes == 1 else spec.nodes),
+        (
+            "ntasks-per-node",
+            (spec.tasks_per_node or "") if alone and spec.tasks == 1 else spec.tasks,
+        ),
+        ("gpus-per-node", spec.gpus and spec.gpus_per_node),
+        ("cpus-per-task", spec.cpus_per_task),
+        ("mem", spec.memory),
+        ("time", spec.time),
+        *((name, getattr(spec, name)) for name in _AS_THEY_ARE),
+        ("array", spec.indices and f"{spec.indices}{throttle}"),
+    ):
         if value:
-            yield name, value
+            yield name, str(value)
     yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
     # Without it, each start empties the log.
     yield "open-mode", "append"
@@ -35,33 +53,3 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
     for name, extra in spec.extra.items():
         if extra is not False:
             yield name, None if extra is True else str(extra)
-
-
-def _size(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield the options for the size of the job.
-
-    With `launcher = none` the defaults are left out, so that sbatch's own line decides.
-    """
-    if spec.launcher != "none" or spec.nodes != 1:
-        yield "nodes", str(spec.nodes)
-    if spec.launcher != "none" or spec.tasks != 1 or spec.tasks_per_node:
-        yield "ntasks-per-node", str(spec.tasks)
-    if spec.gpus:
-        yield "gpus-per-node", spec.gpus_per_node
-    yield "cpus-per-task", str(spec.cpus_per_task or "")
-    yield "mem", spec.memory
-    yield "time", spec.time
-
-
-def _place(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    for name in ("partition", "account", "qos", "constraint", "exclude", "comment"):
-        yield name, getattr(spec, name)
-    yield "dependency", ",".join(spec.dependency)
-    throttle = f"%{spec.throttle}" if spec.throttle else ""
-    yield "array", f"{spec.indices}{throttle}" if spec.indices else ""
-
-
-def _mail(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    if spec.mail:
-        yield "mail-user", spec.mail
-        yield "mail-type", ",".join(spec.mail_events)

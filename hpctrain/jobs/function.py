@@ -1,6 +1,6 @@
-"""Work of each rank of a submitted job: a function, or a script in its place.
+"""Work of each rank of a job submitted from Python.
 
-submitit sends a `SubmititRank` to the ranks as a pickle, calls it there, and sends its result back.
+submitit sends a `RankWork` to the ranks as a pickle, calls it there, and sends its result back.
 Source for its steps before and after the call: submitit/core/_submit.py, submitit 1.5.4.
 """
 
@@ -15,20 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
-from hpctrain.jobs.job_store import log_of
 from hpctrain.training.preemption import Stopped
 
-__all__ = ["Function", "Script", "SubmititRank", "pack", "run"]
+__all__ = ["RankWork", "pack", "run_script"]
 
 # Signals that submitit handles: SIGCONT, SIGTERM, and the one that it requests from Slurm.
 _SUBMITIT_SIGNALS = (signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
-    """Function and its arguments, which may come from a notebook.
+class RankWork:
+    """Function and its arguments, which may come from a notebook, for a process of submitit.
 
     Attributes:
         call: function, arguments and keyword arguments, pickled by cloudpickle.
@@ -41,7 +39,25 @@ class Function:
     argv: tuple[str, ...]
 
     def __call__(self) -> Any:
-        """Call the function and return its result."""
+        """Call the function and return its result; None if it exits by `sys.exit()`.
+
+        Raises:
+            Stopped: the work was stopped at a safe point.
+            HpctrainError: the work exited with another code than 0.
+        """
+        _make_ordinary_rank()
+        try:
+            return self._work()
+        except Stopped as stop:
+            if not stop.together:  # else the run has reported it
+                sys.stderr.write(f"hpctrain: stopped: {stop.reason}\n")
+            raise
+        except SystemExit as system_exit:
+            if system_exit.code in (None, 0):
+                return None
+            raise _exit_error(system_exit) from system_exit
+
+    def _work(self) -> Any:
         sys.path += [entry for entry in self.path if entry not in sys.path]
         sys.argv[:] = self.argv
         # The user's own pickle, from a folder in which no other user can write.
@@ -53,7 +69,7 @@ class Function:
         return function(*args, **kwargs)
 
 
-def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
+def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RankWork:
     """Pickle a function and its arguments for the ranks.
 
     Raises:
@@ -71,112 +87,39 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             "a function, globals that it uses, and arguments that pickle can serialize",
             "create open files, locks, generators and connections inside the function",
         ) from None
-    return Function(call, tuple(os.fspath(entry) for entry in sys.path), tuple(sys.argv))
+    return RankWork(call, tuple(os.fspath(entry) for entry in sys.path), tuple(sys.argv))
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Script or module that is run as `python` runs it, in the process of the rank.
+def run_script(path: str, *arguments: object) -> None:
+    """Run a script as `__main__`, as `python` does, in the process of the rank."""
+    sys.argv[:] = [path, *map(str, arguments)]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
-    Attributes:
-        name: path of a file; with `module`, a dotted name.
-        module: whether `name` is a module.
-        arguments: command-line arguments of the script.
+
+def _make_ordinary_rank() -> None:
+    """Undo what submitit has done to this process, and remove the result of an earlier start.
+
+    Its signal handlers would keep SIGTERM from work without a session, and treat USR2 as the end
+    of the job's time. The batch script requeues.
     """
+    import submitit
 
-    name: str
-    module: bool
-    arguments: tuple[str, ...]
-
-    def __call__(self) -> None:
-        """Run the script as `__main__`."""
-        argv, path = list(sys.argv), list(sys.path)
-        sys.argv[:] = [self.name, *self.arguments]
-        try:
-            if self.module:
-                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(self.name).parent))
-                runpy.run_path(self.name, run_name="__main__")
-        finally:
-            sys.argv[:], sys.path[:] = argv, path
-
-
-@dataclass(frozen=True, slots=True)
-class SubmititRank:
-    """Adapter that turns a process of submitit into an ordinary rank, and runs the work in it.
-
-    Attributes:
-        work: function or script to run.
-        environ: variables to set before the work.
-        warned: signal that announces the end of the time, if it is sent to this process; it does
-            not end work without a session.
-    """
-
-    work: Function | Script
-    environ: Mapping[str, str]
-    warned: int | None = None
-
-    def __call__(self) -> Any:
-        """Prepare the process, and then run the work as `run` does."""
-        _restore_signals(self.warned)
-        report_uncaught()
-        _remove_last_result()
-        # submitit's last message in the log would only report that the work has ended.
-        logging.getLogger("submitit").setLevel(logging.WARNING)
-        os.environ.update(self.environ)
-        _redirect_output()
-        return run(self.work)
-
-
-def run(work: Function | Script) -> Any:
-    """Run the work and return its result; None if it exits by `sys.exit()`.
-
-    Raises:
-        Stopped: the work was stopped at a safe point.
-        HpctrainError: the work exited with another code than 0.
-    """
-    try:
-        return work()
-    except Stopped as stop:
-        if not stop.together:  # else the run has reported it
-            sys.stderr.write(f"hpctrain: stopped: {stop.reason}\n")
-        raise
-    except SystemExit as system_exit:
-        if system_exit.code in (None, 0):
-            return None
-        raise _exit_error(system_exit) from system_exit
-
-
-def _restore_signals(warned: int | None) -> None:
-    """Undo submitit's signal handlers: the batch script requeues, and signals act as usual.
-
-    The handlers would keep SIGTERM from work without a session, and treat USR2 as the end of the
-    job's time.
-    """
     for number in _SUBMITIT_SIGNALS:
         handler = getattr(signal.getsignal(number), "__self__", None)
         if type(handler).__module__.startswith("submitit."):
-            signal.signal(number, _ignore_signal if number == warned else signal.SIG_DFL)
-
-
-def _ignore_signal(number: int, frame: object) -> None:
-    """Ignore a signal; unlike SIG_IGN, a session replaces this handler."""
-
-
-def _remove_last_result() -> None:
-    """Remove the result of this rank from before a requeue, also an incomplete one."""
-    import submitit
-
-    result = submitit.JobEnvironment().paths.result_pickle
-    for path in (result, result.with_suffix(f"{result.suffix}.save_tmp")):
+            signal.signal(number, signal.SIG_DFL)
+    report_uncaught()
+    # submitit's last message in the log would only report that the work has ended.
+    logging.getLogger("submitit").setLevel(logging.WARNING)
+    paths = submitit.JobEnvironment().paths
+    for path in (paths.result_pickle, Path(f"{paths.result_pickle}.save_tmp")):  # also incomplete
         path.unlink(missing_ok=True)
+    _redirect_output(paths.stdout)
 
 
-def _redirect_output() -> None:
+def _redirect_output(path: Path) -> None:
     """Append all further output of this rank to its own file."""
-    rank = launchers.detect().rank
-    path = log_of(Path(os.environ["SUBMITIT_FOLDER"]), rank)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""Records of jobs submitted from Python: each job has a folder that other users cannot read.
+"""Folders of jobs submitted from Python; other users cannot read them.
 
 job.json             record of the job
-ID_submitted.pkl     work, and
-ID_RANK_result.pkl   result of a rank, both by submitit: core/utils.py, submitit 1.5.4
+ID_submitted.pkl     work,
+ID_RANK_result.pkl   result of a rank, and
+ID_RANK_log.out      its output, all by submitit: core/utils.py, submitit 1.5.4
 ID.log               log of the batch script
-rank-RANK.log        output of a rank
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.errors import UsageError
 
-__all__ = ["FOLDERS", "JobRecord", "Outcome", "find", "log_of", "new_folder", "read"]
+__all__ = ["FOLDERS", "JobRecord", "Outcome", "find", "new_folder"]
 
 #: Parent of the job folders, below the folder from which the jobs were submitted.
 FOLDERS = Path("runs/.submitit")
@@ -43,21 +43,17 @@ class JobRecord:
 
     Attributes:
         folder: folder of this job alone.
-        id: Slurm's number; process id of a local job; name of a job in this process.
-        via: "slurm", "local" or "debug".
+        id: Slurm's number.
         ranks: number of ranks.
         run_dir: run directory.
         title: name of the job.
-        process: start time of a local job's process, as the kernel counts it.
     """
 
     folder: Path
     id: str
-    via: str
     ranks: int
     run_dir: Path
     title: str
-    process: int | None = None
 
     def write(self) -> None:
         """Write the record, so that a later process can find the job.
@@ -87,19 +83,10 @@ class JobRecord:
 
     def log(self, rank: int) -> str:
         """Return the output of a rank; before the rank runs, the output of the job."""
-        for path in (
-            log_of(self.folder, rank),
-            self.folder / f"{self.id}_{rank}_log.err",
-            self.folder / f"{self.id}.log",
-        ):
-            if path.exists():
-                return path.read_text(errors="replace")
+        for name in (f"{self.id}_{rank}_log.out", f"{self.id}.log"):
+            if (self.folder / name).exists():
+                return (self.folder / name).read_text(errors="replace")
         return ""
-
-
-def log_of(folder: Path, rank: int) -> Path:
-    """Return the path of the file with the output of a rank."""
-    return folder / f"rank-{rank}.log"
 
 
 @contextlib.contextmanager
@@ -123,83 +110,48 @@ def new_folder() -> Iterator[Path]:
         raise
 
 
-def find(job: str | int | os.PathLike[str]) -> Path:
-    """Return the folder of a job, given by path or id; if several have the id, the newest.
+def find(job: str | int | os.PathLike[str]) -> JobRecord:
+    """Return the record of a job, given by its folder or id; if several have the id, the newest.
 
     Raises:
-        UsageError: there is no such job; the message lists the known ones.
+        UsageError: there is no such job (the message lists the known ones), or others own its
+            folder or can write in it.
     """
-    if not isinstance(job, int) and os.path.exists(os.path.join(job, _RECORD)):
-        return Path(job)
-    ids = []
-    for path in sorted(FOLDERS.glob(f"*/{_RECORD}"), reverse=True):  # the names begin with a time
-        ids.append(str((rundir.RunDirectory(path.parent).read(path) or {}).get("id")))
-        if ids[-1] == str(job):
-            return path.parent
-    _refuse_folder(job)
+    name = os.fspath(job) if not isinstance(job, int) else str(job)
+    known = []
+    # The names of the folders begin with a time.
+    for folder in (Path(name), *sorted(FOLDERS.glob("*"), reverse=True)):
+        record = _read(folder.absolute())
+        if record is not None and (record.id == name or folder == Path(name)):
+            _refuse_other_users(record.folder)
+            return record
+        known += [record.id] if record is not None else []
     raise UsageError(
         "HT818",
-        f"no job {str(job)!r} was submitted from this folder by hpctrain.submit",
-        f"one of {', '.join(ids[:10])}"
-        if ids
-        else "the id of a job, in the folder from which it was submitted",
+        f"no job {name!r} was submitted from this folder by hpctrain.submit",
+        f"one of {', '.join(known[:10])}" if known else "the id of a job submitted from here",
         f"hpctrain.jobs.find('FOLDER/{FOLDERS}/DATE-TIME-…') finds a job of another folder",
     )
 
 
-def _refuse_folder(job: str | int | os.PathLike[str]) -> None:
-    """Raise UsageError for a folder with jobs in or beside it; the message lists these."""
-    if isinstance(job, int) or not os.path.isdir(job):
-        return
-    given = Path(job).absolute()
-    for folders in (given / FOLDERS, given, given.parent / FOLDERS.name):
-        records = sorted(folders.glob(f"*/{_RECORD}"), reverse=True)
-        if records:
-            listed = [
-                f"{(rundir.RunDirectory(path.parent).read(path) or {}).get('id')} in {path.parent}"
-                for path in records[:10]
-            ]
-            raise UsageError(
-                "HT818",
-                f"{os.fspath(job)!r} is not the folder of one job",
-                f"one of {', '.join(listed)}",
-                f"hpctrain.jobs.find({os.fspath(records[0].parent)!r})",
-            )
-
-
-def read(folder: Path) -> JobRecord:
-    """Return the record of the job in a folder.
-
-    Raises:
-        UsageError: the folder has no job, or other users own it or can write in it.
-    """
-    folder = folder.absolute()
-    _refuse_other_users(folder)
+def _read(folder: Path) -> JobRecord | None:
+    """Return the record in a folder; None if it has none."""
     record = rundir.RunDirectory(folder).read(folder / _RECORD) or {}
     try:
         return JobRecord(
             folder,
             id=str(record["id"]),
-            via=str(record["via"]),
             ranks=int(record["ranks"]),
             run_dir=Path(record["run_dir"]),
             title=str(record["title"]),
-            process=record["process"],
         )
     except (KeyError, TypeError, ValueError):
-        raise UsageError(
-            "HT818", f"{folder} contains no job", f"a folder in {FOLDERS}", "hpctrain.jobs.find(ID)"
-        ) from None
+        return None
 
 
 def _refuse_other_users(folder: Path) -> None:
     """Raise UsageError if others can write in a folder, as reading a pickle can run code."""
-    try:
-        status = folder.stat()
-    except OSError as error:
-        raise UsageError(
-            "HT818", f"{folder} cannot be read: {error}", f"a folder in {FOLDERS}"
-        ) from None
+    status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
             "HT820",

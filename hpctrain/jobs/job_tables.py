@@ -9,10 +9,10 @@ from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.jobs.job_status import JobStatus
-from hpctrain.jobs.run_progress import Progress, progress
+from hpctrain.jobs.run_progress import Progress
 from hpctrain.jobs.slurm_reasons import notes
 
-__all__ = ["HEADS", "aligned", "details", "of_array", "place", "row_of"]
+__all__ = ["HEADS", "aligned", "details", "place", "row_of"]
 
 HEADS = (
     *("JOB", "NAME", "STATE", "NODES", "RESTARTS", "USED", "LEFT"),
@@ -76,23 +76,6 @@ def _has_checkpoints(run: Path) -> bool:
         return bool(rundir.RunDirectory(run).steps())
     except OSError:  # the run of another user
         return False
-
-
-def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]]:
-    """Return a table of the tasks of an array: setting, state, last step and metrics of each.
-
-    Args:
-        rows: label, setting, state and run directory of each task.
-    """
-    runs = [progress(path) for _, _, _, path in rows]
-    names = list(dict.fromkeys(name for run in runs if run for name in run.metrics))
-    heads = [_cut(printable(name), _LONGEST_NAME).upper() for name in names]
-    table = [("TASK", "SETTING", "STATE", "STEP", *heads)]
-    for (label, setting, state, _), run in zip(rows, runs, strict=True):
-        step = "" if run is None or run.step is None else str(run.step)
-        values = [_value(run.metrics.get(name)) if run else "" for name in names]
-        table.append((label, printable(setting), printable(state).lower(), step, *values))
-    return table
 
 
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:

@@ -7,7 +7,7 @@ import re
 import shlex
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class Progress:
         path: run directory.
         status: done, stopped, failed or given-up; empty if the run has not ended.
         step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
-        metrics: last metrics by name: numbers and texts.
         reason: why the run ended, if that is recorded.
     """
 
@@ -49,7 +48,6 @@ class Progress:
     epoch: int | None = None
     loss: float | None = None
     speed: float | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -63,7 +61,6 @@ def progress(path: Path) -> Progress | None:
     newest: dict[str, Any] = {}
     for row in _last_rows(directory.metrics):
         newest |= row
-    metrics = summary.get("metrics")
     return Progress(
         path,
         _text(summary.get("status")),
@@ -71,9 +68,6 @@ def progress(path: Path) -> Progress | None:
         _number(newest.get("epoch"), int),
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
-        {name: value for name, value in metrics.items() if isinstance(value, (str, int, float))}
-        if isinstance(metrics, dict)
-        else {},
         _text(summary.get("reason")),
     )
 

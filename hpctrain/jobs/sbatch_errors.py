@@ -7,7 +7,7 @@ the table is passed on unchanged.
 import os
 import pwd
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -46,7 +46,6 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("node configuration is not available|required node not available",
      ("gpus_per_node", "memory", "constraint", "exclude", "cpus_per_task", "tasks_per_node",
       "nodes", "partition"), "less of each, or another partition"),
-    ("mail-type", ("mail_events",), "events that this Slurm supports"),
     ("signal", ("signal",), "a signal that this Slurm supports"),
     ("unrecognized option|invalid --", ("extra",), "options that this sbatch has: sbatch --help"),
 )  # fmt: skip
@@ -71,23 +70,20 @@ def absent(reason: str) -> StartError:
             reason,
             "a login node of the cluster, or its Slurm module",
             "module load slurm",
-            "--via local, to run the job on this machine",
+            "hpctrain run …, to start the ranks on this machine",
         )
     return StartError(
         "HT816", reason, "an answer", "check with hpctrain status before you try again"
     )
 
 
-def refused(
-    message: str, spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str]
-) -> StartError | UsageError:
+def refused(message: str, spec: JobSpec, env: Mapping[str, str]) -> StartError | UsageError:
     """Return the error for a refusal by sbatch: its reason, and which value of the job to change.
 
     Args:
-        message: standard error of sbatch.
+        message: what sbatch printed.
         spec: job that was refused.
-        env: environment for Slurm's commands, which list valid values.
-        option_of: function that returns the option for a name of JobSpec.
+        env: environment for Slurm's commands.
     """
     lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in message.splitlines()]
     reason = "; ".join(line for line in lines if line)
@@ -107,7 +103,7 @@ def refused(
     values, listed = _accepted(names[0], spec, env)
     if listed:
         expected += f": {', '.join(listed)}"
-    return UsageError("HT817", summary, expected, *_fixes(names, values, spec, option_of))
+    return UsageError("HT817", summary, expected, *_fixes(names, values, spec))
 
 
 def _meaning(message: str, spec: JobSpec) -> tuple[list[str], str]:
@@ -124,29 +120,22 @@ def _is_set(spec: JobSpec, name: str) -> bool:
     return value not in (_FIELDS[name].default, None, (), {})
 
 
-def _fixes(
-    names: list[str], values: list[str], spec: JobSpec, option_of: Callable[[str], str]
-) -> list[str]:
+def _fixes(names: list[str], values: list[str], spec: JobSpec) -> list[str]:
     """Return what to type: an option, with a value that Slurm accepts if there is one.
 
     Args:
         names: names of JobSpec; the values are those of the first one.
         values: values that Slurm accepts, the default one first.
         spec: job that was refused.
-        option_of: function that returns the option for a name.
     """
     fixes = []
     for name in names[:4]:
         current = str(getattr(spec, name)) if _is_set(spec, name) else ""
-        shown = current and name not in ("extra", "sweep")
         others = [value for value in values if value != current] if name == names[0] else []
         value = nearest(current, others) or (others or [_FIELDS[name].metadata["metavar"]])[0]
-        # In Python there is no JOB.toml.
-        if option_of(name) == name:
-            fixes.append(f"{name}={value!r}" + (f" (it is {current!r})" if shown else ""))
-        else:
-            was = f"it is {current}; " if shown else ""
-            fixes.append(f"{f'{option_of(name)} {value}'.rstrip()} ({was}{name} in JOB.toml)")
+        was = f"it is {current}; " if current and name not in ("extra", "sweep") else ""
+        option = f"--{name.replace('_', '-')} {value}".rstrip()
+        fixes.append(f"{option} ({was}{name} in JOB.toml and JobSpec)")
     return fixes
 
 

@@ -14,7 +14,7 @@ from hpctrain.jobs.directives import directives
 from hpctrain.jobs.quoting import quote
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["is_python", "python_script", "render", "render_local"]
+__all__ = ["is_python", "render"]
 
 _WIDTH = 100
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
@@ -51,7 +51,7 @@ def render(spec: JobSpec, tree: str = "") -> str:
         tree: snapshot of the code that the job runs; empty for the code as it is.
 
     Raises:
-        UsageError: the launcher cannot start the command.
+        UsageError: options of a command, but no command.
     """
     signal = spec.signal if spec.signal_seconds else ""
     return _joined(
@@ -60,52 +60,6 @@ def render(spec: JobSpec, tree: str = "") -> str:
         _environment(spec),
         _wrapped(["exec", *_run(spec, tree), '"$@"']),
     )
-
-
-def render_local(spec: JobSpec) -> str:
-    """Return the script that runs the job's ranks on this machine by `hpctrain run`, without Slurm.
-
-    Fields for a scheduler (time, memory, partition, requeue, …) have no effect there.
-
-    Raises:
-        UsageError: a field of the job requires Slurm.
-    """
-    for name in (
-        *("container", "stage_code", "stage_environment", "stage_data"),
-        *("array", "sweep", "function", "finish"),
-    ):
-        if getattr(spec, name):
-            raise UsageError(
-                "HT811",
-                f"{name} on this machine",
-                "a job without it",
-                "hpctrain submit --via sbatch",
-            )
-    layout = ["--nodes", str(spec.nodes), "--nproc-per-node", str(spec.tasks)]
-    program, words = _program(spec)
-    options = _option("run-dir", spec.run_dir) if spec.run_dir else []
-    return _joined(
-        "#!/bin/bash\nset -e",
-        _environment(spec),
-        _wrapped(["exec", *program, *layout, *options, *words, '"$@"']),
-    )
-
-
-def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
-    """Return the Python of a command, and the script or `-m MODULE` with its arguments.
-
-    Raises:
-        UsageError: the command does not start a Python script or module.
-    """
-    if not _starts_python(argv):
-        raise UsageError(
-            "HT810",
-            f"{user} with the command {' '.join(argv[:3])!r}",
-            "python SCRIPT … or python -m MODULE …",
-            "use a Python script",
-            "choose another launcher",
-        )
-    return argv[0], argv[1:]
 
 
 def is_python(program: str) -> bool:
@@ -151,12 +105,8 @@ def _run(spec: JobSpec, tree: str) -> list[str]:
     Raises:
         UsageError: options of a command, but no command.
     """
-    if not spec.argv and (spec.sweep or spec.backend):
-        raise UsageError(
-            "HT803",
-            f"{'sweep' if spec.sweep else 'backend'} without a command",
-            "the command that gets these options",
-        )
+    if spec.sweep and not spec.command:
+        raise UsageError("HT803", "sweep without a command", "the command that gets these options")
     program, words = _program(spec)
     options: list[str] = ["--code", tree] if tree else []
     if spec.launcher == "none":
@@ -189,7 +139,7 @@ def _option(name: str, value: str) -> list[str]:
 
 def _program(spec: JobSpec) -> tuple[list[str], list[str]]:
     """Return the words that call `hpctrain run`, and those of the command after its options."""
-    argv = spec.argv
+    argv = spec.command
     # In a container or a staged environment, `python` is another program than here.
     inside = bool(spec.container or spec.stage_environment)
     if inside or spec.launcher != "hpctrain" or not _starts_python(argv):
@@ -198,9 +148,8 @@ def _program(spec: JobSpec) -> tuple[list[str], list[str]]:
             # Its environment may not be on the PATH, as with a job of submitit.
             program = [quote(argv[0]), "-m", "hpctrain"]
         return [*program, "run"], ["--", *map(quote, argv)]
-    python, words = python_script(argv, "hpctrain run")
-    command = ["hpctrain"] if python == "python" else [quote(python), "-m", "hpctrain"]
-    return [*command, "run"], list(map(quote, words))
+    command = ["hpctrain"] if argv[0] == "python" else [quote(argv[0]), "-m", "hpctrain"]
+    return [*command, "run"], list(map(quote, argv[1:]))
 
 
 def _wrapped(words: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "integer",
     "line",
     "list_of",
-    "matching",
     "name",
     "one_of",
     "string",
@@ -112,27 +111,13 @@ def name(value: Any) -> str:
     return text
 
 
-def one_of(
-    allowed: Sequence[str], more: Callable[[], Iterable[str]] = tuple
-) -> Callable[[Any], str]:
-    """Return a check for one of the allowed texts; `more` returns others, when one is asked for."""
+def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
+    """Return a check for one of the allowed texts."""
 
     def check(value: Any) -> str:
-        if value not in allowed and value not in (added := list(more())):
-            raise ValueError(f"one of {', '.join([*allowed, *added])}")
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
         return str(value)
-
-    return check
-
-
-def matching(pattern: re.Pattern[str], expected: str) -> Callable[[Any], str]:
-    """Return a check for a line that matches, or an empty one."""
-
-    def check(value: Any) -> str:
-        text = line(str(value) if isinstance(value, int) else value)
-        if text and not pattern.match(text):
-            raise ValueError(expected)
-        return text
 
     return check
 
@@ -148,12 +133,12 @@ def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
     return check
 
 
-def list_of(check_item: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple[str, ...]]:
-    """Return a check for a list, or for one text, which is cut at `split` if that is given."""
+def list_of(check_item: Callable[[Any], str]) -> Callable[[Any], tuple[str, ...]]:
+    """Return a check for a list, or for one text."""
 
     def check(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
-            value = value.split(split) if split else [value]
+            value = [value]
         if not isinstance(value, (list, tuple)):
             raise ValueError("a list of texts")
         return tuple(check_item(item) for item in value)
@@ -213,41 +198,27 @@ def extra(value: Any) -> dict[str, str | bool]:
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Check a grid (a table of lists) or a list of tables; return options and values of each."""
+    rows: Sequence[Any] = ()
     if isinstance(value, Mapping):
-        axes = [[(name, item) for item in _values(values)] for name, values in value.items()]
-        if math.prod(len(axis) for axis in axes) > _MOST_SETTINGS:
-            raise ValueError(f"at most {_MOST_SETTINGS} settings")
-        settings = [dict(item) for item in itertools.product(*axes)] if axes else []
-    elif isinstance(value, (list, tuple)):
-        settings = [_setting(item) for item in value]
+        if not all(isinstance(axis, (list, tuple)) and axis for axis in value.values()):
+            raise ValueError("a list of values for each option")
+        count = math.prod(map(len, value.values()))
+        if value and count <= _MOST_SETTINGS:
+            rows = [
+                dict(zip(value, row, strict=True)) for row in itertools.product(*value.values())
+            ]
+    elif isinstance(value, (list, tuple)) and all(
+        isinstance(row, (Mapping, tuple)) for row in value
+    ):
+        rows, count = [dict(row) for row in value], len(value)
     else:
         raise ValueError("a table of lists, or a list of tables")
-    if len(settings) > _MOST_SETTINGS:
+    if count > _MOST_SETTINGS:
         raise ValueError(f"at most {_MOST_SETTINGS} settings")
-    for setting in settings:
-        for name in setting:
-            if not isinstance(name, str) or not _FLAG.match(name):
-                raise ValueError(f"names of options, not {name!r}")
-    return tuple(
-        tuple((name, _value(item)) for name, item in setting.items()) for setting in settings
-    )
-
-
-def _setting(value: Any) -> dict[Any, Any]:
-    """Return a setting from a table, or from a result of `sweep`."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, tuple) and all(
-        isinstance(item, tuple) and len(item) == 2 for item in value
-    ):
-        return dict(value)
-    raise ValueError("a table of lists, or a list of tables")
-
-
-def _values(values: Any) -> Sequence[Any]:
-    if not isinstance(values, (list, tuple)) or not values:
-        raise ValueError("a list of values for each option")
-    return values
+    for name in itertools.chain.from_iterable(rows):
+        if not isinstance(name, str) or not _FLAG.match(name):
+            raise ValueError(f"names of options, not {name!r}")
+    return tuple(tuple((name, _value(item)) for name, item in row.items()) for row in rows)
 
 
 def _value(value: Any) -> str:
@@ -258,13 +229,13 @@ def _value(value: Any) -> str:
 
 # Options with a field of their own, so that no option is given twice.
 OWN_OPTIONS = {
-    "job-name": "name", "comment": "comment", "chdir": "the folder in which it is submitted",
+    "job-name": "name", "chdir": "the folder in which it is submitted",
     "nodes": "nodes", "ntasks-per-node": "tasks_per_node", "ntasks": "nodes and tasks_per_node",
     "gpus-per-node": "gpus_per_node", "gpus": "gpus_per_node", "mem": "memory",
     "cpus-per-task": "cpus_per_task",
     "time": "time", "partition": "partition", "account": "account", "qos": "qos",
     "constraint": "constraint", "exclude": "exclude", "dependency": "dependency",
-    "array": "array", "mail-user": "mail", "mail-type": "mail_events", "output": "output",
+    "array": "array", "output": "output",
     "signal": "signal and signal_time", "requeue": "requeue", "no-requeue": "requeue",
     "open-mode": "append, always", "no-kill": "elastic", "export": "environment",
     "wrap": "command", "parsable": "what submit does", "test-only": "submit --dry-run",

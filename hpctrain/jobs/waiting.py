@@ -1,5 +1,6 @@
 """Waiting for the end of a job, through its requeues, while its log is read."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -115,33 +116,31 @@ def wait(
         sleep: function that sleeps for a number of seconds.
     """
     jobs: dict[str, slurm.QueuedJob] = {}
-    changes = _ChangeReport(report)
-    pause, confirmed, failed = _FIRST_PAUSE, False, False
+    reported: dict[str, str] = {}
+    pause, ended, failed = _FIRST_PAUSE, False, False
     while True:
         try:
             listed = {job.label: job for job in slurm.jobs(env, [number])}
-            failed = False
         except slurm.NoAnswerError as error:
             if not failed:
                 report(f"Slurm does not answer, trying again: {error}")
-            failed, listed = True, None
-        if listed is not None:
+            failed = True
+        else:
+            failed = False
             # Pending tasks are one row, which they leave one after the other.
             jobs = {label: job for label, job in jobs.items() if "[" not in label} | listed
-            changes.update(listed)
-            if not any(job.active for job in listed.values()):
-                final = confirmed or not any(job.state in _MAY_RESTART for job in listed.values())
-                if final:
-                    break
-                confirmed = True
-            else:
-                confirmed = False
+            for label, job in listed.items():
+                if reported.get(label) != (text := _described(job)):
+                    reported[label] = text
+                    report(f"job {label}: {text}")
+            before, ended = ended, not any(job.active for job in listed.values())
+            if ended and (before or not any(job.state in _MAY_RESTART for job in listed.values())):
+                break
         _sleep_and_read(log, jobs, pause, sleep)
         pause = min(pause * _GROWTH, _LONGEST_PAUSE)
-    outcomes = _outcomes(number, jobs, listed, env)
     if log is not None:
         _read_last_lines(log, jobs, sleep)
-    return outcomes
+    return _outcomes(number, jobs, listed, env)
 
 
 def worst(outcomes: Sequence[JobOutcome]) -> int:
@@ -152,25 +151,15 @@ def worst(outcomes: Sequence[JobOutcome]) -> int:
     )
 
 
-class _ChangeReport:
-    """Report of changes since the last query."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._last: dict[str, str] = {}
-
-    def update(self, jobs: Mapping[str, slurm.QueuedJob]) -> None:
-        for label, job in jobs.items():
-            text = printable(job.state).lower()
-            if job.restarts and job.active:
-                text += f" after {job.restarts} restart{'s' * (job.restarts > 1)}"
-            if job.state == "RUNNING":
-                text += f" on {printable(job.hosts)}"
-            elif reason := notes(job):
-                text += f": {reason}"
-            if self._last.get(label) != text:
-                self._last[label] = text
-                self._report(f"job {label}: {text}")
+def _described(job: slurm.QueuedJob) -> str:
+    """Return the state of a job in words."""
+    text = printable(job.state).lower()
+    if job.restarts and job.active:
+        text += f" after {job.restarts} restart{'s' * (job.restarts > 1)}"
+    if job.state == "RUNNING":
+        return f"{text} on {printable(job.hosts)}"
+    reason = notes(job)
+    return f"{text}: {reason}" if reason else text
 
 
 def _sleep_and_read(
@@ -203,28 +192,23 @@ def _read_last_lines(
 def _outcomes(
     number: str,
     jobs: Mapping[str, slurm.QueuedJob],
-    listed: Mapping[str, slurm.QueuedJob] | None,
+    listed: Mapping[str, slurm.QueuedJob],
     env: Mapping[str, str],
 ) -> list[JobOutcome]:
     """Return the last states from Slurm; for forgotten jobs, ask its accounting."""
-    outcomes = {job.label: JobOutcome(job.label, job.state, _code(job.state, job.code), job)
-                for job in jobs.values() if not job.active}  # fmt: skip
-    if not jobs or any(label not in (listed or {}) for label in jobs if label not in outcomes):
-        try:
+    ends = {label: (job.state, job.code) for label, job in jobs.items() if not job.active}
+    if not jobs or any(label not in ends and label not in listed for label in jobs):
+        with contextlib.suppress(slurm.NoAnswerError):
             for record in slurm.ended(number, env):
-                if record.label not in outcomes and record.state in slurm.ENDED:
-                    code = _code(record.state, record.code)
-                    outcomes[record.label] = JobOutcome(
-                        record.label, record.state, code, jobs.get(record.label)
-                    )
-        except slurm.NoAnswerError:
-            pass
-        for job in jobs.values():
-            outcomes.setdefault(
-                job.label, JobOutcome(job.label, slurm.FORGOTTEN, exit_codes.FAILED, job)
-            )
+                if record.state in slurm.ENDED:
+                    ends.setdefault(record.label, (record.state, record.code))
     # Tasks that never ran are cancelled as one row, by the number of the array.
-    return list(outcomes.values()) or [JobOutcome(number, slurm.FORGOTTEN, exit_codes.FAILED)]
+    for label in jobs or ([] if ends else [number]):
+        ends.setdefault(label, (slurm.FORGOTTEN, 0))
+    return [
+        JobOutcome(label, state, _code(state, code), jobs.get(label))
+        for label, (state, code) in ends.items()
+    ]
 
 
 def _code(state: str, code: int) -> int:

@@ -1,7 +1,6 @@
 """Facts about a process from /proc."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,9 +14,9 @@ ABSENT = 2**22 + 1  # above the largest process id of Linux
 
 @pytest.fixture
 def child():
-    """A program with an odd name and environment, which ignores one signal."""
+    """A program with an odd name and environment."""
     code = (
-        "import pathlib, signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+        "import pathlib, time; "
         "pathlib.Path('/proc/self/comm').write_text('a) R 1 (b'); print(flush=True); time.sleep(60)"
     )
     env = {b"NAME": b"a=\xff", b"EMPTY": b""}
@@ -37,11 +36,9 @@ def test_stat_of_a_process_with_parentheses_in_its_name(child):
     assert proc.text(f"{child.pid}/cmdline").split("\0")[1] == "-c"
 
 
-def test_environment_and_ignored_signals_of_a_process(child):
+def test_environment_of_a_process(child):
     environment = proc.environment(child.pid)
     assert (environment["NAME"], environment["EMPTY"]) == ("a=\udcff", "")
-    assert proc.ignores(child.pid, signal.SIGUSR1)
-    assert not proc.ignores(child.pid, signal.SIGUSR2)
 
 
 def test_ended_process_has_no_state(child):
@@ -59,7 +56,6 @@ def test_absent_process():
     assert proc.started(ABSENT) is None
     assert proc.environment(ABSENT) is None
     assert proc.text(f"{ABSENT}/comm") == ""
-    assert not proc.ignores(ABSENT, signal.SIGUSR1)
 
 
 def test_namespace_is_that_of_the_link():

@@ -14,7 +14,6 @@ import launches
 import pytest
 import ranks
 
-from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
@@ -81,15 +80,6 @@ def check_run(losses, run, launcher, size=SIZE):
     assert launches.losses(run) == pytest.approx(losses, rel=1e-9)
 
 
-@pytest.mark.slow
-def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
-    Path("job.toml").write_text(job_files.text(replace(SPEC, run_dir="run")))
-    command = [launches.BIN / "hpctrain", "submit", "--via", "local", "job.toml"]
-    done = launches.start(command, ".", PATH=PATH)
-    assert done.returncode == 0, done.stderr
-    check_run(one_process, "run", "hpctrain")
-
-
 def environ(cluster):
     """Return an environment with this cluster, this Python, and no user settings."""
     return launches.on_cluster(cluster, HOME=os.getcwd())
@@ -101,15 +91,6 @@ def submit_by_sbatch(cluster, **more):
     done = cluster.run(["sbatch", "--parsable"], input=script, env=environ(cluster))
     job, code = cluster.ended(done.stdout.strip())
     assert code == 0, Path(f"same-{job}.log").read_text()
-    return "run"
-
-
-def submit_by_submitit(cluster):
-    """Submit the same JOB.toml by submitit; return its run directory."""
-    Path("job.toml").write_text(job_files.text(replace(SPEC, run_dir="run")))
-    command = [launches.BIN / "hpctrain", "submit", "--via", "submitit", "--wait", "job.toml"]
-    done = cluster.run(command, env=environ(cluster), timeout=600)
-    assert done.returncode == 0, done.stderr
     return "run"
 
 
@@ -143,8 +124,11 @@ def submit_by_notebook(cluster):
 WAYS = {
     "sbatch": (submit_by_sbatch, {}, "hpctrain"),
     "srun": (submit_by_sbatch, {"launcher": "srun"}, "slurm"),
-    "horovod": (submit_by_sbatch, {"backend": "horovod"}, "hpctrain"),
-    "submitit": (submit_by_submitit, {}, "slurm"),
+    "horovod": (
+        submit_by_sbatch,
+        {"command": [*SPEC.command, "--backend", "horovod"]},
+        "hpctrain",
+    ),
     "notebook": (submit_by_notebook, {}, "slurm"),
 }
 

@@ -18,7 +18,7 @@ from hpctrain.cli import run as run_command
 from hpctrain.errors import UsageError
 from hpctrain.jobs import values
 from hpctrain.jobs.lint import lint
-from hpctrain.jobs.script import render, render_local
+from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
 TOP = Path(__file__).resolve().parents[2]
@@ -81,7 +81,6 @@ def test_render_without_requeue_and_signal_leaves_them_out():
         ({"command": "/opt/python3.12 a.py"}, "/opt/python3.12 -m hpctrain run a.py"),
         ({"command": "python -u train.py"}, "hpctrain run -- python -u train.py"),
         ({"command": "./train -x"}, "hpctrain run -- ./train -x"),
-        ({"function": "a.b:c"}, "hpctrain run -- python -c 'import a.b; a.b.c()'"),
         ({}, "hpctrain run --"),
         ({"command": "a.out", "launcher": "none"}, "hpctrain run --once -- a.out"),
         ({"command": "python x.py", "launcher": "srun"}, "hpctrain run --direct -- python x.py"),
@@ -122,9 +121,8 @@ def test_render_about_text_stays_a_comment():
 
 
 def test_render_refuses_options_without_command():
-    for more in ({"sweep": {"lr": [1]}}, {"backend": "ddp"}):
-        with pytest.raises(UsageError, match="without a command"):
-            render(JobSpec(launcher="none", **more))
+    with pytest.raises(UsageError, match="without a command"):
+        render(JobSpec(launcher="none", sweep={"lr": [1]}))
 
 
 def test_job_environment_cannot_set_variables_of_the_script():
@@ -277,40 +275,3 @@ def test_hostile_texts_reach_hpctrain_run_and_run_no_code(tmp_path, seed):
         assert ("ACTIVE" in variables) == bool(spec.venv)
         assert not canary.exists(), spec
         shutil.rmtree(tmp_path / str(number))
-
-
-def test_hostile_texts_reach_local_ranks_and_run_no_code(tmp_path):
-    canary = tmp_path / "canary"
-    for number in range(10):
-        machine = Machine(tmp_path / str(number))
-        hostile = Hostile(number, canary)
-        words = [hostile.text() for _ in range(3)]
-        environment = {"A": hostile.text(), "PYTHONPATH": hostile.text()}
-        run, venv, more = hostile.path(), hostile.path(), hostile.text()
-        spec = JobSpec(
-            command=["python", "x.py", *words], environment=environment, run_dir=run, venv=venv
-        )
-        make_venv(spec, machine.folder)
-        code, output = machine.bash(render_local(spec), more)
-        assert code == 0, (spec, output)
-        (called,) = machine.calls()
-        found = parsed(called)
-        assert (found.nodes, found.nproc_per_node, found.run_dir) == (1, "1", run)
-        assert found.program == ["x.py", *words, more]
-        assert {**environment, "ACTIVE": "yes"}.items() <= machine.variables().items()
-        assert not canary.exists(), spec
-
-
-@pytest.mark.parametrize(
-    ("more", "names"),
-    [
-        ({"container": "x.sif"}, "container on this machine"),
-        ({"sweep": {"lr": [1]}}, "sweep on this machine"),
-        ({"stage_code": "."}, "stage_code on this machine"),
-        ({"stage_data": "images"}, "stage_data on this machine"),
-        ({"finish": "date"}, "finish on this machine"),
-    ],
-)
-def test_local_script_refuses_cluster_fields(more, names):
-    with pytest.raises(UsageError, match=names):
-        render_local(JobSpec(**{"command": "python train.py", **more}))

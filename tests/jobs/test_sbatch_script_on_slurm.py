@@ -76,7 +76,7 @@ def test_sbatch_takes_hostile_names_and_comments(cluster):
     names, comments = texts(20, without="/"), texts(20)
     longest = "é" * 500
     for name, comment in zip([*names, "x" * 200], [*comments, longest], strict=True):
-        spec = JobSpec(name=name, comment=comment, command="true", output="/dev/null")
+        spec = JobSpec(name=name, extra={"comment": comment}, command="true", output="/dev/null")
         job = submit(cluster, render(spec), "--hold")
         job_text = cluster.run(["scontrol", "show", "job", job], check=True).stdout
         cluster.run(["scancel", job], check=True)

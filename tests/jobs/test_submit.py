@@ -6,9 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import fake_slurm
@@ -19,7 +16,7 @@ from hpctrain import cli
 from hpctrain.cli import job_options
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import log_names, sbatch_errors, submission, waiting
+from hpctrain.jobs import job_checks, job_paths, log_names, sbatch_errors, waiting
 from hpctrain.jobs.spec import JobSpec
 
 
@@ -63,10 +60,13 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["none.toml"], "none.toml cannot be read", "HT802"),
         (["--env", "A", "--", "x"], "--env NAME=VALUE", "HT801"),
         (["--nodes", "x", "--time", "y", "--", "x"], "2 values", "HT801"),
-        (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place", "HT804"),
-        (["--via", "local", "--", "python3", "none.py"], "none.py is no file here", "HT805"),
+        (["--", "python3", "none.py"], "none.py is no file here", "HT805"),
         (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log", "HT807"),
-        (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file", "HT809"),
+        (
+            ["--run-dir", "t.py", "--", "python3", "t.py"],
+            "run_dir = t.py: you may not",
+            "HT809",
+        ),
     ],
 )
 def test_submit_refuses_wrong_command_lines(fake, capsys, words, message, error):
@@ -84,23 +84,25 @@ def test_submit_refuses_wrong_command_lines(fake, capsys, words, message, error)
 def test_submit_repeated_options_make_tables_and_lists(fake):
     words = ["--env", "A=b=c", "--env", "B=", "--extra", "exclusive", "--extra", "nice=5"]
     words += ["--sweep", "lr=0.1,0.2", "--sweep", "seed=1", "--module", "a", "--module", "b"]
-    assert submit(*words, "--live", "--save", "job.toml", "--", "python3", "t.py") == 0
-    saved = tomllib.loads(Path("job.toml").read_text())
-    assert saved["environment"] == {"A": "b=c", "B": ""}
-    assert saved["extra"] == {"exclusive": True, "nice": "5"}
-    assert saved["sweep"] == [{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}]
-    assert saved["modules"] == ["a", "b"]
-    first = Path("script").read_text()
-    assert submit("job.toml") == 0
-    assert Path("script").read_text() == first
+    assert submit(*words, "--live", "--", "python3", "t.py") == 0
+    script = Path("script").read_text()
+    for line in ("#SBATCH --exclusive\n", "#SBATCH --nice=5\n", "#SBATCH --array=0-1\n"):
+        assert line in script
+    for line in ("module load a || exit 2\nmodule load b", "export A=b=c\nexport B=''\n"):
+        assert line in script
+    assert "--setting='--lr 0.2 --seed 1' t.py" in script
 
 
-def test_submit_save_never_overwrites(fake, capsys):
-    Path("job.toml").write_text("old")
-    assert submit("--save", "job.toml", "--", "python3", "t.py") == 2
-    assert "the name of a new file" in capsys.readouterr().err
-    assert Path("job.toml").read_text() == "old"
-    assert not Path("script").exists()
+def test_submit_takes_sbatch_names_of_options(fake):
+    words = ("-N3", "--ntasks-per-node=2", "-c4", "--mem=8G", "-t", "1h", "-p", "gpu", "-Jn")
+    mail = ("--mail-user=ada@example.org", "--extra", "nice=5")
+    assert submit(*words, *mail, "--", "python3", "t.py") == 0
+    script = Path("script").read_text()
+    assert "#SBATCH --mail-user=ada@example.org\n#SBATCH --nice=5\n" in script
+    for line in ("nodes=3", "ntasks-per-node=2", "cpus-per-task=4", "mem=8G", "time=01:00:00"):
+        assert f"#SBATCH --{line}\n" in script
+    assert "#SBATCH --partition=gpu\n" in script
+    assert "#SBATCH --job-name=n\n" in script
 
 
 # The script and the environment that reach Slurm.
@@ -164,16 +166,6 @@ def test_submit_inside_a_job_drops_staged_folders_from_path(fake, monkeypatch):
     assert "HPCTRAIN_SCRATCH" not in submitted_environ()
 
 
-def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
-    words = ["--dry-run", "--via", "submitit", "--", "python3", "t.py"]
-    assert submit("--container", "a.sif", *words) == 2
-    assert "in a job of submitit" in capsys.readouterr().err
-    assert submit("--launcher", "none", *words) == 2
-    capsys.readouterr()
-    assert submit(*words) == 0
-    assert "submitit starts each rank" in capsys.readouterr().err
-
-
 def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "shells")
     for words in (["--run-dir", "own"], ["--array", "0-3"]):
@@ -226,7 +218,7 @@ def test_submit_needs_a_command(fake, capsys):
     Path("job.toml").write_text('launcher = "none"\nnodes = 2\n')
     assert cli.main(["render", "job.toml"]) == 0
     assert "#SBATCH --nodes=2\n" in capsys.readouterr().out
-    for more in ([], ["--dry-run"], ["--via", "local"]):
+    for more in ([], ["--dry-run"]):
         assert submit("job.toml", *more) == 2
         assert "no command to run" in capsys.readouterr().err
     assert not Path("script").exists()
@@ -242,20 +234,6 @@ def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_pa
     for more in ([], ["--dry-run"]):
         assert submit(*more, "--", "python3", "t.py") == 2
         assert "the current folder" in capsys.readouterr().err
-
-
-def test_submit_local_runs_in_the_foreground(fake):
-    Path("t.py").write_text("import os, sys\nprint(os.environ['A'])\nsys.exit(3)\n")
-    Path("bin").mkdir()
-    Path("bin/python").symlink_to(sys.executable)
-    argv = [sys.executable, "-m", "hpctrain", "submit", "--via", "local", "--env", "A=b c"]
-    env = {**os.environ, "PATH": f"{Path.cwd()}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [*argv, "--", sys.executable, "t.py"], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 3, done.stderr
-    assert "b c" in done.stdout
-    assert not Path("script").exists()
 
 
 # Checks before Slurm is called.
@@ -274,7 +252,7 @@ def test_submit_local_runs_in_the_foreground(fake):
 )
 def test_submit_refuses_missing_files(fake, values, found):
     with pytest.raises(UsageError, match=re.escape(found)) as caught:
-        submission.check(JobSpec(**values), fake.env)
+        job_checks.check(JobSpec(**values), fake.env)
     assert caught.value.code == "HT805"
 
 
@@ -284,7 +262,7 @@ def test_submit_refuses_missing_files(fake, values, found):
 )
 def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
     with pytest.raises(UsageError) as caught:
-        submission.check(JobSpec(command=words), fake.env)
+        job_checks.check(JobSpec(command=words), fake.env)
     assert (caught.value.code, caught.value.fixes) == ("HT806", (fix,))
 
 
@@ -296,14 +274,13 @@ def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
         {"command": "python none.py", "container": "image.sif"},
         {"command": "no-such-program x", "modules": ["m"]},
         {"command": "python3 code.py", "stage_code": "code"},
-        {"function": "module:train"},
     ],
 )
 def test_submit_check_has_no_false_alarms(fake, values):
     Path("code").mkdir()
     Path("code", "code.py").touch()
     fake.command("python")
-    assert submission.check(JobSpec(**values), fake.env) == []
+    assert job_checks.check(JobSpec(**values), fake.env) == []
 
 
 @pytest.mark.parametrize(
@@ -317,7 +294,7 @@ def test_submit_check_has_no_false_alarms(fake, values):
     ],
 )
 def test_submit_notes_what_may_be_missing(fake, values, note):
-    assert note in " ".join(submission.check(JobSpec(**values), fake.env))
+    assert note in " ".join(job_checks.check(JobSpec(**values), fake.env))
 
 
 # Refusals.
@@ -345,14 +322,12 @@ FULL = {
         ("Job dependency problem", "--dependency JOBS"),
         ("Invalid job array specification", "--array INDICES"),
         ("Requested node configuration is not available", "--memory SIZE"),
-        ("Invalid --mail-type specification", "--mail-events EVENTS"),
+        ("Invalid --mail-type specification", "--extra"),
         ("sbatch: unrecognized option '--bogus'", "--extra"),
     ],
 )
 def test_sbatch_refusal_names_the_option_to_fix(fake, message, option):
-    error = sbatch_errors.refused(
-        f"sbatch: error: {message}", JobSpec(**FULL), fake.env, job_options.option
-    )
+    error = sbatch_errors.refused(f"sbatch: error: {message}", JobSpec(**FULL), fake.env)
     assert error.exit_code == 2
     assert message.removeprefix("sbatch: ") in error.found
     assert error.code == "HT817"
@@ -382,12 +357,12 @@ def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, message):
 def test_sbatch_refusal_lists_valid_values(fake):
     fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
     spec = JobSpec(command="x", partition="p", gpus_per_node="9")
-    error = sbatch_errors.refused("invalid partition", spec, fake.env, str)
+    error = sbatch_errors.refused("invalid partition", spec, fake.env)
     assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
-    assert error.fixes == ("partition='main' (it is 'p')",)
-    error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env, str)
+    assert error.fixes == ("--partition main (it is p; partition in JOB.toml and JobSpec)",)
+    error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env)
     assert "gpu:v100:4" in error.expected
-    assert error.fixes == ("gpus_per_node='v100:4' (it is '9')",)
+    assert error.fixes[0].startswith("--gpus-per-node v100:4 (it is 9; ")
 
 
 def test_sbatch_refusal_proposes_a_value_to_type(fake):
@@ -400,7 +375,7 @@ def test_sbatch_refusal_proposes_a_value_to_type(fake):
         ("invalid account", ["--account physics (it is fisics", "--partition", "--qos"]),
         ("invalid qos", ["--qos physics (it is high", "--account"]),
     ):
-        error = sbatch_errors.refused(message, spec, fake.env, job_options.option)
+        error = sbatch_errors.refused(message, spec, fake.env)
         starts = zip(error.fixes, fixes, strict=True)
         assert all(fix.startswith(expected) for fix, expected in starts), error.fixes
 
@@ -541,8 +516,8 @@ def test_follow_expands_log_file_pattern(fake, pattern, name):
 def test_follow_skips_log_of_earlier_job(fake):
     Path("train.log").write_text("earlier\n")
     spec = JobSpec(command="x", output="train.log")
-    assert submission.log_size(spec, fake.env) == 8
-    assert submission.log_size(JobSpec(command="x"), fake.env) == 0
+    assert job_paths.log_size(spec, fake.env) == 8
+    assert job_paths.log_size(JobSpec(command="x"), fake.env) == 0
     fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
     out = io.BytesIO()
     log = waiting.Log(8, out)
@@ -688,3 +663,16 @@ def test_wait_names_logs_of_failed_tasks(fake, capsys):
         "  log:      runs/t-70_1.log",
         "hpctrain: job 70_2: cancelled",
     ]
+
+
+def test_wait_of_sweep_ends_with_its_tasks_in_order_and_their_settings(fake, capsys):
+    # Slurm gives the last task the number of the array.
+    columns = {"State": "COMPLETED", "Name": "t", "WorkDir": os.getcwd()}
+    fake.jobs(job("70_1", JobID="70", **columns), job("70_0", JobID="71", **columns))
+    for index in range(2):
+        Path(f"runs/t-70_{index}").mkdir(parents=True)
+    assert submit("--wait", "--sweep", "lr=0.1,0.2", "--", "python3", "t.py") == 0
+    rows = [line for line in capsys.readouterr().err.splitlines() if line.startswith("70_")]
+    assert [(row.split()[0], re.split("  +", row)[-1]) for row in rows] == [
+        ("70_0", "--lr 0.1; runs/t-70_0"), ("70_1", "--lr 0.2; runs/t-70_1")
+    ]  # fmt: skip

@@ -1,6 +1,5 @@
 """`hpctrain.submit`: refused fields and calls, each with a fix."""
 
-import os
 import threading
 
 import pytest
@@ -33,8 +32,6 @@ def no_job():
         ("array", "0-3", r"one submit\(\) for each index"),
         ("sweep", {"lr": [0.1, 0.2]}, r"kwargs=one"),
         ("command", "python x.py", "first argument"),
-        ("function", "module:train", "first argument"),
-        ("backend", "ddp", r"Session\(backend="),
         ("launcher", "none", "hpctrain submit"),
     ],
 )
@@ -47,30 +44,10 @@ def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[("modules", ["cuda"]), ("setup", ["ulimit -n 9"]), ("conda", "env"), ("nodes", 2)],
-        *[("dependency", "afterok:7"), ("cluster", "jz")],
-    ],
-)
-def test_submit_function_local_refuses_cluster_fields(no_job, field, value):
-    with pytest.raises(UsageError, match=field) as caught:
-        hpctrain.submit(train, JobSpec(**{field: value}), via="local")
-    assert caught.value.code == "HT811"
-
-
-def test_submit_function_local_refuses_more_gpus_than_visible(no_job, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    with pytest.raises(UsageError, match=r"gpus_per_node = a100:4, and this machine shows 2"):
-        hpctrain.submit(train, JobSpec(gpus_per_node="a100:4"), via="local")
-
-
-@pytest.mark.parametrize(
     ("call", "code", "found"),
     [
         (lambda: hpctrain.submit(3, JobSpec()), "HT813", r"submit\(3"),
         (lambda: hpctrain.submit(train, {"nodes": 2}), "HT813", "dict"),
-        (lambda: hpctrain.submit(train, JobSpec(), via="cloud"), "HT813", "via='cloud'"),
         (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "HT813", "args=.* with a str"),
         (lambda: hpctrain.submit("gone.py", JobSpec()), "HT805", "no file 'gone.py'"),
         (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "HT813", "kwargs"),
@@ -93,15 +70,6 @@ def test_submit_function_checks_arguments(no_job):
         hpctrain.submit(train, JobSpec(), kwargs={"lr": 1})
 
 
-def test_submit_function_gives_each_job_a_run_directory():
-    jobs = [hpctrain.submit(train, JobSpec(name="a"), via="debug") for _ in range(3)]
-    assert len({job.run_dir for job in jobs}) == 3
-    assert all(job.run_dir.name == f"a-{job.folder.name}" for job in jobs)
-    first, second = (hpctrain.submit(os.getpid, JobSpec(), via="local") for _ in range(2))
-    assert first.run_dir != second.run_dir
-    assert first.result() != second.result()
-
-
 def test_submit_function_refuses_staged_python(no_job, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
     monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
@@ -110,26 +78,18 @@ def test_submit_function_refuses_staged_python(no_job, monkeypatch):
     assert caught.value.fixes == ("JobSpec(venv=…)", "JobSpec(conda=…)")
 
 
-@pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
-def test_submitit_refuses_commands_that_are_not_a_python_script(no_job, command):
-    from hpctrain.jobs import by_submitit
-
-    with pytest.raises(UsageError, match="submitit with the command"):
-        by_submitit.submit(JobSpec(command=command))
-
-
 def test_submitit_refuses_percent_in_folder_name(monkeypatch, tmp_path):
     folder = tmp_path / "50%jobs"
     folder.mkdir()
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match="without %j"):
-        hpctrain.submit(train, JobSpec(), via="local")
+        hpctrain.submit(train, JobSpec())
     assert not list(folder.glob("runs/.submitit/*"))
 
 
-def test_submit_function_without_slurm_suggests_local(no_job, monkeypatch, tmp_path):
+def test_submit_function_without_slurm_suggests_spawn(no_job, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StartError, match="via='local' runs it here"):
+    with pytest.raises(StartError, match=r"hpctrain\.spawn"):
         hpctrain.submit(train, JobSpec())
 
 

@@ -41,7 +41,7 @@ def place(what, *, more):
 if __name__ == "__main__":
     before = dict(os.environ)
     spec = hpctrain.JobSpec(
-        nodes=2, tasks_per_node=2, cpus_per_task=1, time="5m", comment="it's $(x) #1",
+        nodes=2, tasks_per_node=2, cpus_per_task=1, time="5m", extra={"comment": "it's $(x) #1"},
         name=sys.argv[2],
         environment={"HOSTILE": sys.argv[1]},
     )
@@ -117,7 +117,6 @@ ENDS = """
 import json, os, sys, time
 import hpctrain
 from hpctrain.errors import HpctrainError
-from hpctrain.jobs import by_submitit
 
 def fail():
     if os.environ["SLURM_PROCID"] == "2":
@@ -134,11 +133,9 @@ if __name__ == "__main__":
     spec = hpctrain.JobSpec(tasks_per_node=3, time="5m", name="three")
     activate = os.path.join(sys.prefix, "bin", "activate")
     own = hpctrain.JobSpec(time="5m", venv=sys.prefix if os.path.exists(activate) else "")
-    named = hpctrain.JobSpec(command=[sys.executable, "-m", "script", "-x", sys.argv[1]], time="5m")
     jobs = {
         "failed": hpctrain.submit(fail, spec),
         "left": hpctrain.submit("folder/leaves.py", own, args=(sys.argv[1], 3)),
-        "named": hpctrain.jobs.find(by_submitit.submit(named)),
     }
     print(json.dumps({name: [job.id, outcome(job), job.state] for name, job in jobs.items()}))
 """
@@ -156,8 +153,6 @@ def test_submit_function_reports_how_jobs_end(cluster, drive, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "leaves.py").write_text(SCRIPT)
     (tmp_path / "folder" / "neighbour.py").write_text("NAME = 'left.json'\n")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "neighbour.py").write_text("NAME = 'named.json'\n")
     output = drive(ENDS, HOSTILE)
 
     number, reason, state = output["failed"]
@@ -172,10 +167,6 @@ def test_submit_function_reports_how_jobs_end(cluster, drive, tmp_path):
     assert json.loads(Path("left.json").read_text()) == [
         str(tmp_path / "folder" / "leaves.py"), HOSTILE, "3"
     ]  # fmt: skip
-
-    _, value, state = output["named"]
-    assert (value, state) == (None, "COMPLETED")
-    assert json.loads(Path("named.json").read_text())[1:] == ["-x", HOSTILE]
     assert not list(tmp_path.rglob("canary"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import job_files, submission
+from hpctrain.jobs import job_checks, job_files
 from hpctrain.jobs.spec import JobSpec
 
 TOP = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def submitted(tmp_path, monkeypatch):
     Path("r.toml").write_text(RECIPE)
 
     def check(words, script="t.py", **job):
-        submission.check(JobSpec(command=["python3", script, *words.split()], **job), {})
+        job_checks.check(JobSpec(command=["python3", script, *words.split()], **job), {})
 
     return check
 
@@ -51,7 +51,7 @@ def submitted(tmp_path, monkeypatch):
         ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2}, "HT505", "--global-batch 64"),
         ("--recipe r.toml", {"gpus_per_node": 3}, "HT505", "--global-batch 64"),
         ("--elastic", {"tasks_per_node": 2}, "HT504", "--elastic without --global-batch"),
-        ("--ddp-bucket-mb 1", {"tasks_per_node": 2, "backend": "horovod"}, "HT503", "--ddp-bucket"),
+        ("--ddp-bucket-mb 1 --backend horovod", {"tasks_per_node": 2}, "HT503", "--ddp-bucket"),
         ("--epochs two", {"setup": ["export A=b"]}, "HT523", "argument --epochs"),
     ],
 )  # fmt: skip
@@ -78,8 +78,8 @@ def test_submit_refuses_options_with_which_the_script_cannot_train(
         ("--recipe r.toml", {"nodes": 3}),  # perhaps with GPUs that Slurm does not know
         ("--recipe r.toml", {"nodes": 3, "tasks_per_node": 2, "launcher": "none"}),
         (
-            "--global-batch 64 --batch-size 16 --accumulate 1",
-            {"gpus_per_node": 4, "tasks_per_node": 1, "backend": "dataparallel"},
+            "--global-batch 64 --batch-size 16 --accumulate 1 --backend dataparallel",
+            {"gpus_per_node": 4, "tasks_per_node": 1},
         ),
     ],
 )
@@ -154,9 +154,9 @@ def test_submit_accepts_the_jobs_of_the_imagenet_page(monkeypatch):
     assert len(jobs) >= 6
     for options in jobs:
         words = [word for word in options.partition("#")[0].split() if word != "--"]
-        submission.check(JobSpec(command=[*command, *words]), {})
+        job_checks.check(JobSpec(command=[*command, *words]), {})
     with pytest.raises(UsageError, match="--lr-warmup-epochs 5 with --epochs 2"):
-        submission.check(JobSpec(command=[*command, "--epochs", "2"]), {})
+        job_checks.check(JobSpec(command=[*command, "--epochs", "2"]), {})
 
 
 @pytest.mark.parametrize("name", ["cifar10", "imagenet", "mnist"])

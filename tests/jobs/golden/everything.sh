@@ -15,17 +15,17 @@
 #SBATCH --qos=normal
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --exclude="node[7-8]"
-#SBATCH --comment="a \"comment\""
 #SBATCH --dependency=afterok:123
 #SBATCH --array=1,3,7%2
-#SBATCH --mail-user=ada@example.org
-#SBATCH --mail-type=END,FAIL,REQUEUE
 #SBATCH --output=logs/%x-%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --exclusive
 #SBATCH --hint=nomultithread
+#SBATCH --comment="a \"comment\""
+#SBATCH --mail-user=ada@example.org
+#SBATCH --mail-type=END,FAIL,REQUEUE
 
 set -e
 ended() { echo "ended before hpctrain run, code $1"; exit $(($1 ? $1 : 2)); }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpctrain.jobs import job_files
-from hpctrain.jobs.script import render, render_local
+from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
 HERE = Path(__file__).resolve().parent
@@ -16,16 +16,18 @@ COMMAND = "python train.py --data 'my data' --lr 0.1"
 # Specs by file name; each shows what the scripts of sbatch/ do not have.
 SPECS: Mapping[str, JobSpec] = {
     "everything": JobSpec(
-        about="Everything at once.\n\nTwo paragraphs.", name="every thing", comment='a "comment"',
-        command=COMMAND, run_dir="my runs/one", backend="ddp", nodes=2, gpus_per_node="a100:4",
+        about="Everything at once.\n\nTwo paragraphs.", name="every thing",
+        command=f"{COMMAND} --backend ddp", run_dir="my runs/one", nodes=2, gpus_per_node="a100:4",
         cpus_per_task=8, memory="64G", time="1d12h", partition="gpu", account="abc", qos="normal",
         constraint="a100&nvlink", exclude="node[7-8]", dependency="afterok:123", array="1,3,7",
-        throttle=2, mail="ada@example.org", mail_events="END,FAIL,REQUEUE",
-        output="logs/%x-%A_%a.log", signal="USR1", signal_time=300, max_restarts=5,
+        throttle=2, output="logs/%x-%A_%a.log", signal="USR1", signal_time=300, max_restarts=5,
         environment={"NCCL_DEBUG": "INFO", "GREETING": "it's me"}, modules=("gcc/12", "cuda"),
         setup=("ulimit -n 65536",), venv="my env", stage_code=".",
         finish=("date", "du -sh 'my runs'"),
-        extra={"exclusive": True, "hint": "nomultithread"},
+        extra={
+            "exclusive": True, "hint": "nomultithread", "comment": 'a "comment"',
+            "mail-user": "ada@example.org", "mail-type": "END,FAIL,REQUEUE",
+        },
     ),
     "apptainer": JobSpec(
         command=COMMAND, nodes=2, gpus_per_node=4, container="images/torch.sif",
@@ -52,11 +54,7 @@ MORE: Mapping[str, JobSpec] = {
     "no-requeue": JobSpec(command=COMMAND, requeue=False, signal="TERM"),
     "no-signal": JobSpec(command=COMMAND, signal_time=0),
     "torchrun": JobSpec(command="torchrun --nproc-per-node 4 train.py", launcher="none", nodes=1),
-    "function": JobSpec(function="my.module:main", nodes=2),
 }  # fmt: skip
-LOCAL: Mapping[str, JobSpec] = {
-    "local": JobSpec(command=COMMAND, nodes=2, tasks_per_node=2, run_dir="runs/one", venv=".venv"),
-}
 
 
 def scripts() -> dict[Path, str]:
@@ -65,8 +63,7 @@ def scripts() -> dict[Path, str]:
         path.with_suffix(".sh"): render(JobSpec(**job_files.read(path)))
         for path in sorted(SBATCH.glob("*.toml"))
     }
-    made |= {HERE / f"{name}.sh": render(spec) for name, spec in SPECS.items()}
-    return made | {HERE / f"{name}.sh": render_local(spec) for name, spec in LOCAL.items()}
+    return made | {HERE / f"{name}.sh": render(spec) for name, spec in SPECS.items()}
 
 
 def more() -> dict[str, str]:

@@ -1,0 +1,140 @@
+"""Checks of a job before Slurm is asked: its files, its command and its folders."""
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs import job_paths
+from hpctrain.jobs.script import is_python
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["check"]
+
+# A line of bash after which paths mean other files.
+_CD = re.compile(r"\b(cd|pushd)\b")
+# Arguments that only a shell interprets.
+_SHELL_OPERATORS = ("&&", "||", "|", ";", ">", ">>", "<", "&")
+
+
+def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
+    """Check whether the files of a job exist here; return notes on what cannot be checked here.
+
+    Raises:
+        UsageError: a file is missing, and nothing could create it before the job starts; or the
+            current folder, where the job would start, does not exist any more.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "HT805", "the current folder does not exist any more", "an existing folder", "cd to it"
+        ) from None
+    for name in ("stage_code", "stage_environment", "stage_data"):
+        path = getattr(spec, name)
+        if path and not os.path.exists(path):
+            raise UsageError(
+                "HT805",
+                f"{name} = {path} does not exist",
+                "an existing path, from the current folder",
+            )
+    notes = []
+    if spec.venv and not os.path.exists(os.path.join(spec.venv, "bin", "activate")):
+        found = f"venv = {spec.venv} has no bin/activate"
+        if not os.path.isabs(spec.venv):
+            raise UsageError("HT805", found, "a virtual environment, by its path from here")
+        notes.append(f"{found} on this host")
+    if not spec.container and not spec.setup:
+        notes += _check_command(spec, env)
+    _check_options(spec)
+    _check_folders(spec, env)
+    return notes
+
+
+def _check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
+    """Raise UsageError if the log or the run cannot be written; create nothing.
+
+    Slurm would end the job without a message if it could not open the log.
+    """
+    places = []
+    if not os.access(job_paths.log(spec, "", None, env), os.W_OK):  # such as /dev/null
+        places = [(f"output = {job_paths.pattern(spec)}", job_paths.log_folder(spec, env))]
+    run = job_paths.run_directory(spec, "JOB", None, env)
+    # Another folder may be one that only the hosts of the job have.
+    if run.exists() or not run.is_absolute():
+        places.append((f"run_dir = {run}", run))
+    for found, place in places:
+        existing = place.absolute()
+        while not os.path.lexists(existing) and existing != existing.parent:
+            existing = existing.parent
+        if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+            raise UsageError(
+                "HT809",
+                f"{found}: you may not write in {place.absolute()}",
+                "a folder of your own, by another path or from another current folder",
+            )
+
+
+def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
+    """Check the program and the Python script of a job that starts in this folder."""
+    program, *arguments = spec.command
+    notes = []
+    if is_python(program) and arguments and not arguments[0].startswith("-"):
+        path = os.path.join(spec.stage_code, arguments[0])
+        if not os.path.isfile(path):
+            where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"
+            found = f"{shlex.join(spec.command[:2])}: {arguments[0]} is no file {where}"
+            if not spec.dependency and not os.path.isabs(path):
+                raise UsageError("HT805", found, f"a script, by its path from {os.getcwd()}")
+            notes.append(found)
+    folders = [os.path.join(spec.venv, "bin")] if spec.venv else []
+    path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
+    provided_later = spec.modules or spec.conda or spec.stage_environment or spec.stage_code
+    if not provided_later and shutil.which(program, path=path) is None:
+        _refuse_mistake(spec, path)
+        notes.append(f"{program} is no program on the PATH of this host")
+    if operators := [argument for argument in arguments if argument in _SHELL_OPERATORS]:
+        notes.append(f"no shell reads the command: {operators[0]} is an argument (bash -c '…')")
+    return notes
+
+
+def _check_options(spec: JobSpec) -> None:
+    """Check the options of a training script, once for each setting of a sweep.
+
+    Raises:
+        UsageError: the script cannot train with them.
+    """
+    program, *arguments = spec.command
+    elsewhere = any(map(_CD.search, spec.setup)) or spec.stage_code not in ("", ".")
+    if elsewhere or not is_python(program) or not arguments or not arguments[0].endswith(".py"):
+        return
+    from hpctrain.jobs import training_options  # only for these scripts
+
+    # With one task, `hpctrain run` starts a rank for each GPU that it finds.
+    is_certain = spec.launcher != "none" and (spec.tasks > 1 or spec.gpus == 1)
+    for setting in spec.sweep or ((),):
+        more = [word for name, value in setting for word in (f"--{name}", value)]
+        training_options.check(
+            arguments[0],
+            [*arguments[1:], *more],
+            ranks=spec.nodes * spec.tasks if is_certain else None,
+            complete=not (spec.dependency or spec.setup),
+        )
+
+
+def _refuse_mistake(spec: JobSpec, path: str) -> None:
+    """Raise UsageError if a program that is not on a PATH is one of two known mistakes."""
+    program = spec.command[0]
+    if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
+        raise UsageError(
+            "HT806", f"the command {shlex.join(spec.command)}: {program} is no program",
+            "python before a script", f"python {shlex.join(spec.command)}",
+        )  # fmt: skip
+    first, *others = program.split() or [""]
+    if others and len(spec.command) == 1 and shutil.which(first, path=path):
+        raise UsageError(
+            "HT806", f"the command {shlex.quote(program)}: one word, with spaces in it",
+            "one word for each argument", f"-- {program}",
+        )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Environment in which a job is submitted: that of this process, without another job's. Pure."""
+
+import os
+from collections.abc import Mapping
+
+from hpctrain.cluster import env_vars
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["environ", "is_below"]
+
+# A shell with one of these variables is inside of a job.
+_JOB_ID_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+# Variables from the scheduler and the script of that job, besides those of launchers.
+_OUTER_JOB_VARIABLES = (
+    *(env_vars.RUN_DIR, env_vars.SECRET),
+    *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
+)
+
+
+def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment to submit a job with, and notes on the user's variables left out.
+
+    SBATCH_* would overrule the lines of the script. Inside of a job, no variable of that job is
+    passed on.
+    """
+    clean = {name: value for name, value in env.items() if not name.startswith("SBATCH_")}
+    site_variables = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
+    ignored = sorted(
+        name for name in env if name.startswith("SBATCH_") and name not in site_variables
+    )
+    notes = [f"{', '.join(ignored)}: ignored; set it by an option"] if ignored else []
+    if any(env.get(name) for name in _JOB_ID_VARIABLES):
+        clean = env_vars.scrubbed(clean)
+        scratch = env.get(env_vars.SCRATCH, "")
+        clean = {
+            name: _without(scratch, value) if scratch and _lists_folders(name) else value
+            for name, value in clean.items()
+            if name not in _OUTER_JOB_VARIABLES
+        }
+    if clean.get(env_vars.RUN_DIR) and (spec.run_dir or spec.indices):
+        reason = "the job sets its own" if spec.run_dir else "each task has its own"
+        notes.append(f"{env_vars.RUN_DIR}={clean.pop(env_vars.RUN_DIR)}: ignored, as {reason}")
+    return clean, notes
+
+
+def _lists_folders(name: str) -> bool:
+    """Check whether a variable may hold the path of a job's copy."""
+    return name.endswith("PATH") or name == env_vars.DATA
+
+
+def _without(scratch: str, path: str) -> str:
+    """Return a search path without entries below a folder, where others may later put files."""
+    return os.pathsep.join(
+        entry for entry in path.split(os.pathsep) if not is_below(scratch, entry)
+    )
+
+
+def is_below(folder: str, path: str) -> bool:
+    """Check whether a path is a folder, or in it."""
+    return os.path.normpath(path) == folder or os.path.normpath(path).startswith(folder + os.sep)
