@@ -21,8 +21,14 @@ from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
 from hpctrain.backends.horovod.connections import Connections
 from hpctrain.backends.horovod.horovod_baseline import HorovodBaseline
-from hpctrain.backends.horovod.horovod_import import load, refuse_options, refuse_own_name
-from hpctrain.backends.horovod.liveness import Hub, Liveness, Member, Wait
+from hpctrain.backends.horovod.horovod_import import (
+    load,
+    refuse_options,
+    refuse_own_name,
+    refuse_start,
+)
+from hpctrain.backends.horovod.liveness import Liveness, Member, Wait
+from hpctrain.backends.horovod.liveness_hub import Hub
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World
@@ -101,72 +107,22 @@ class Horovod(Backend):
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check whether Horovod is installed and supports the options."""
         hvd = load()
-        if hvd.is_initialized():
-            raise UsageError(
-                "HT308",
-                "Horovod is initialized already",
-                "the Session initializes it",
-                "remove the script's own hvd.init()",
-                "close the earlier Session first",
-            )
-        refuse_options(hvd, settings.own, world.world_size)
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
-        if over == "mpi":
-            if not hvd.mpi_built():
-                raise UsageError(
-                    "HT316",
-                    "HOROVOD_CONTROLLER=mpi, and the installed Horovod was built without MPI",
-                    "gloo, which needs nothing, or a Horovod with MPI",
-                    "unset HOROVOD_CONTROLLER",
-                    "hpctrain horovod build --mpi",
-                )
-            if cls._mpi_was_used:
-                raise UsageError(
-                    "HT308",
-                    "a second Session over Horovod and MPI in one process",
-                    "one, as MPI starts once in a process",
-                    "export HOROVOD_CONTROLLER=gloo",
-                )
-        elif not hvd.gloo_built():
-            raise UsageError(
-                "HT316",
-                f"--backend horovod under {world.launcher}, and the installed Horovod was built "
-                "without gloo",
-                "gloo, or a start by mpirun",
-                "hpctrain horovod build",
-            )
-        else:
+        refuse_start(hvd, world, over, cls._mpi_was_used)
+        if over == "gloo":
             refuse_own_name(world, os.environ)
-        if settings.own["op"] != "adasum":
-            return
-        if settings.loss_scaled:
-            raise UsageError(
-                "HT313",
-                "--horovod-op adasum with --precision fp16",
-                "a precision without a loss scale: each rank takes its step before the updates are "
-                "combined, and those of an overflow must not be",
-                "--precision bf16",
-            )
-        if over != "mpi" and world.world_size > 1:
-            raise UsageError(
-                "HT314",
-                f"--horovod-op adasum over gloo, under {world.launcher}",
-                "MPI, without which Horovod has no Adasum",
-                "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
-                "--horovod-op average",
-            )
+        refuse_options(settings, over, world)
 
     def _assemble(self) -> int:
         """Connect the liveness of all ranks; return the port of Horovod's store on rank 0."""
-        rendezvous, settings = self._rendezvous, self._settings
+        rendezvous = self._rendezvous
+        kind: type[Liveness] = Member
         if rendezvous.world.rank == 0:
             listener = socket.create_server((rendezvous.roster.addresses[0], 0), backlog=4096)
             listener.setblocking(False)
-            self._store = HttpStore(listener)
-            cut = self._connections.cut
-            self._liveness = Hub(rendezvous, settings, self._wait, cut, self._store)
-        else:
-            self._liveness = Member(rendezvous, settings, self._wait, self._connections.cut)
+            self._store, kind = HttpStore(listener), Hub
+        cut = self._connections.cut
+        self._liveness = kind(rendezvous, self._settings, self._wait, cut, self._store)
         return self._liveness.assemble()
 
     def _start(self, over: str) -> None:

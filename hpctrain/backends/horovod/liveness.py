@@ -25,8 +25,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.backends.barrier import host_of, missing_error, named
@@ -36,13 +35,11 @@ from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.http_store import HttpStore
 from hpctrain.rendezvous.messages import GRACE_SECONDS, keep_alive
 
-__all__ = ["Hub", "Liveness", "Member", "Wait"]
+__all__ = ["SHOWN", "Findings", "Lines", "Liveness", "Member", "Wait", "end"]
 
-_SHOWN = 8  # maximum number of failed or waiting ranks in a message
+SHOWN = 8  # maximum number of failed or waiting ranks in a message
 _LONGEST_LINE = 1 << 20
 _TICK_SECONDS = 0.1
-_SETTLE_SECONDS = 0.5  # from the first known failure to the findings
-_REPORT_SECONDS = 3.0  # for ranks to report that they wait, if no failure is known
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find the cause
 _SHUTDOWN_SECONDS = 1.0  # for Horovod's ranks to end together, if all of them can
 
@@ -115,7 +112,7 @@ class Lines:
         return messages if data and len(self._rest) < _LONGEST_LINE else None
 
 
-def _close(connection: socket.socket) -> None:
+def end(connection: socket.socket) -> None:
     """End a connection, also where a forked process has inherited it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -130,6 +127,10 @@ class Liveness(ABC):
         settings: time-outs of the start and of a wait.
         wait: wait of the main thread for the other ranks.
         cut: function that ends every such wait with an error.
+        store: Horovod's store, on rank 0.
+
+    Raises:
+        RankMissingError: rank 0 is gone.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class Liveness(ABC):
         settings: BackendSettings,
         wait: Wait,
         cut: Callable[[], None],
+        store: HttpStore | None,
     ) -> None:
         self._rendezvous, self._settings = rendezvous, settings
-        self._wait, self._cut = wait, cut
+        self._wait, self._cut, self._store = wait, cut, store
         self._rank = rendezvous.world.rank
         self._port = 0
         self._missing: list[int] = []
@@ -151,6 +153,8 @@ class Liveness(ABC):
         self._closing = False
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._watch, name="horovod liveness", daemon=True)
+        self._open()
+        self._thread.start()
 
     @property
     def known(self) -> bool:
@@ -183,7 +187,7 @@ class Liveness(ABC):
         """Return an error about lost or failed ranks, or None if all of them are there."""
         if not self.known:
             self.report()
-            self._known.wait(_PATIENCE_SECONDS + _SETTLE_SECONDS)
+            self._known.wait(_PATIENCE_SECONDS + 1.0)
         return self._error(self._found or Findings(unresponsive=[0]))
 
     def leave(self, normally: bool) -> None:
@@ -197,8 +201,12 @@ class Liveness(ABC):
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
-                _close(key.fileobj)
+                end(key.fileobj)
         self._selector.close()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Begin to watch the sockets of this rank."""
 
     @abstractmethod
     def _tell(self, reason: str, wait: str) -> None:
@@ -252,7 +260,7 @@ class Liveness(ABC):
         elif found.unresponsive:
             parts.append(f"{named(rendezvous, found.unresponsive)}: no answer")
         if len(set(dict(found.waits).values())) > 1:
-            parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:_SHOWN]]
+            parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:SHOWN]]
         if not parts:
             return None
         return RankLostError(
@@ -266,27 +274,16 @@ class Liveness(ABC):
 class Member(Liveness):
     """The part of a rank above 0, which has one connection to rank 0."""
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        settings: BackendSettings,
-        wait: Wait,
-        cut: Callable[[], None],
-    ) -> None:
-        super().__init__(rendezvous, settings, wait, cut)
-        place, limit = (
-            (rendezvous.roster.addresses[0], rendezvous.roster.port),
-            settings.start_timeout,
-        )
+    def _open(self) -> None:
+        roster, limit = self._rendezvous.roster, self._settings.start_timeout
         try:
-            connection = socket.create_connection(place, limit)
+            connection = socket.create_connection((roster.addresses[0], roster.port), limit)
         except OSError:  # rank 0 was lost after the rendezvous
-            raise missing_error(rendezvous, [0], limit) from None
+            raise missing_error(self._rendezvous, [0], limit) from None
         connection.settimeout(None)
         self._lines = Lines(connection)
         self._lines.send("rank", self._rank)
         self._selector.register(connection, selectors.EVENT_READ, self._read)
-        self._thread.start()
 
     def leave(self, normally: bool) -> None:
         """Notify rank 0, unless after a failure, and close the connection."""
@@ -321,120 +318,10 @@ class Member(Liveness):
         """Close the connection as well, which shows rank 0 that its answer has arrived."""
         if not self.known:
             self._selector.unregister(self._lines.connection)
-            _close(self._lines.connection)
+            end(self._lines.connection)
             super()._end_waits(found)
 
     def _tick(self, now: float) -> None:
         if self._told_at is not None and now - self._told_at > _PATIENCE_SECONDS:
             self._end_waits(Findings(unresponsive=[0]))
         super()._tick(now)
-
-
-class Hub(Liveness):
-    """The part of rank 0, which has the connections of all others, and serves Horovod's store."""
-
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        settings: BackendSettings,
-        wait: Wait,
-        cut: Callable[[], None],
-        store: HttpStore,
-    ) -> None:
-        super().__init__(rendezvous, settings, wait, cut)
-        self._port = store.server_address[1]
-        self._everyone = set(range(rendezvous.world.world_size))
-        self._start_by = time.monotonic() + settings.start_timeout
-        self._open: dict[int, Lines] = {}
-        self._reports: dict[int, tuple[str, str]] = {}
-        self._gone: set[int] = set()
-        self._left: set[int] = set()
-        self._answer: tuple[Any, ...] = ("report",)  # for ranks that connect late
-        self._decide_by: float | None = None
-        self._leave_by = 0.0
-        self._listener = rendezvous.listener
-        assert self._listener is not None
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        # By its number, as the store stays open when this thread ends.
-        self._selector.register(store.fileno(), selectors.EVENT_READ, store.handle_request)
-        self._thread.start()
-
-    def leave(self, normally: bool) -> None:
-        """Wait until the other ranks have left or have the findings, for a limited time."""
-        self._leave_by = time.monotonic() + GRACE_SECONDS
-        super().leave(normally)
-
-    def _tell(self, reason: str, wait: str) -> None:
-        self._reports[0] = (reason, wait)
-
-    def _done(self) -> bool:
-        unresponsive = set(self._found.unresponsive) if self._found else set()
-        awaited = self._open.keys() - unresponsive
-        return self._closing and (not awaited or time.monotonic() > self._leave_by)
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            lines = Lines(self._listener.accept()[0])
-            self._selector.register(
-                lines.connection, selectors.EVENT_READ, partial(self._read, lines)
-            )
-
-    def _read(self, lines: Lines) -> None:
-        messages = lines.read()
-        for message in messages or ():
-            match message:
-                case ["rank", int(rank)] if rank in self._everyone - self._open.keys():
-                    lines.rank = rank
-                    self._open[rank] = lines
-                    if self._assembled.is_set():
-                        lines.send(*self._answer)
-                case ["end", str(reason), str(wait)] if lines.rank > 0:
-                    self._reports[lines.rank] = (reason, wait)
-                case ["left"]:
-                    self._left.add(lines.rank)
-        if messages is None:
-            self._selector.unregister(lines.connection)
-            _close(lines.connection)
-            if self._open.pop(lines.rank, None) and lines.rank not in self._left:
-                self._gone.add(lines.rank)
-
-    def _send(self, *message: Any) -> None:
-        self._answer = message
-        for lines in self._open.values():
-            lines.send(*message)
-
-    def _tick(self, now: float) -> None:
-        super()._tick(now)
-        missing = sorted(self._everyone - {0} - self._open.keys())
-        if not self._assembled.is_set() and (not missing or now > self._start_by):
-            self._missing = missing
-            if missing:
-                self._send("missing", missing)
-            else:
-                self._send("port", self._port)
-            self._assembled.set()
-        if self._found is None and (self._gone or self._reports):
-            self._find_cause(now)
-
-    def _find_cause(self, now: float) -> None:
-        """Find the cause of a failure, after some time in which ranks may report."""
-        if self._decide_by is None:
-            self._decide_by = now + _REPORT_SECONDS
-            self._send("report")
-            self._report_wait()
-        reports = dict(self._reports)  # the main thread may add one
-        failed = sorted((rank, reason) for rank, (reason, _) in reports.items() if reason)
-        if self._gone or failed:
-            self._decide_by = min(self._decide_by, now + _SETTLE_SECONDS)
-        known = reports.keys() | self._gone
-        if now < self._decide_by and not self._everyone <= known:
-            return
-        lost = sorted(self._gone - dict(failed).keys())
-        found = Findings(lost, failed=failed[:_SHOWN])
-        if not lost and not failed:
-            waits = sorted((rank, what) for rank, (_, what) in reports.items() if what)
-            unresponsive = sorted(self._everyone - known)
-            found = Findings(unresponsive=unresponsive, waits=[] if unresponsive else waits)
-        self._send("cause", asdict(found))
-        self._end_waits(found)
