@@ -10,7 +10,7 @@ from hpctrain.errors import RankMissingError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.messages import GRACE_SECONDS
 
-__all__ = ["Store", "absent", "assemble", "call", "host_of", "named"]
+__all__ = ["Store", "absent", "assemble", "call", "host_of", "missing_error", "named"]
 
 _ABSENT = "absent"  # the key that a failed rank sets
 
@@ -45,13 +45,20 @@ def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
     """
     missing = call(store, rendezvous.world.rank, rendezvous.world.world_size, timeout)
     if missing:
-        raise RankMissingError(
-            "HT305",
-            f"{named(rendezvous, missing)} took part in the rendezvous and {_was(missing)} lost "
-            f"before the ranks were connected, within {timeout:.0f} s",
-            "all ranks until the start is complete",
-            "look for the first error there, and whether the host can be reached",
-        )
+        raise missing_error(rendezvous, missing, timeout)
+
+
+def missing_error(
+    rendezvous: Rendezvous, missing: Sequence[int], timeout: float
+) -> RankMissingError:
+    """Return the error that names the ranks that were lost after the rendezvous."""
+    return RankMissingError(
+        "HT305",
+        f"{named(rendezvous, missing)} took part in the rendezvous and {_was(missing)} lost "
+        f"before the ranks were connected, within {timeout:.0f} s",
+        "all ranks until the start is complete",
+        "look for the first error there, and whether the host can be reached",
+    )
 
 
 def absent(store: Store, rank: int) -> None:

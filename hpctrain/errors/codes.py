@@ -480,7 +480,6 @@ CODES: dict[str, Code] = {
         "The installed Horovod or torch lacks a part that this start needs.",
         (
             "Horovod was built without gloo or without MPI.",
-            "An older Horovod does not have the option.",
             "The installed torch has no NCCL, which `--ddp-compression bf16` needs.",
         ),
         "Run `hpctrain horovod build`, with `--mpi` where the start needs MPI. "

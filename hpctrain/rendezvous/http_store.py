@@ -1,8 +1,11 @@
 """The key-value store of horovodrun: values under /scope/key over HTTP.
 
 The protocol is that of HTTPStore in horovod/common/gloo/http_store.cc, Horovod 0.28.1: PUT, GET
-(404 while there is no value) and DELETE. hpctrain's own requests wait for a value with `Prefer:
-wait=SECONDS` (RFC 7240) in place of polling.
+(404 while there is no value), and DELETE of its own number by a rank that has connected to all
+others. The values of a scope stay until all ranks in it have sent that: a rank that is slower still
+reads those of the others, and the next `hvd.init()` must find none. Horovod's own server
+(horovod/runner/http/http_server.py) forgets who has sent it when another scope is complete. Then a
+later `hvd.init()` finds old addresses, and the process aborts.
 
     python -m hpctrain.rendezvous.http_store FD
 
@@ -15,54 +18,51 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["REQUEST_SECONDS", "Handler", "HttpStore"]
+__all__ = ["HttpStore"]
 
-REQUEST_SECONDS = 10.0  # for a client to send its request
+_REQUEST_SECONDS = 10.0  # for a client to send its request
 _LONGEST_VALUE = 1 << 20  # bytes; gloo's values have some hundred
-_WAIT_SECONDS = 30  # longest wait of one request for a value that does not exist yet
 
 
 class HttpStore(ThreadingHTTPServer):
-    """The store: `serve_forever` serves it.
+    """The store: `serve_forever` serves it, or `handle_request` when a client connects.
 
     Args:
         listener: listening socket; `server_close` closes it.
 
     Attributes:
-        values: value of each path.
-        changed: condition that is notified of each change of `values`, and holds their lock.
-        closed: whether the store is being closed; then no request waits for a value.
+        scopes: values of each scope by their keys.
+        lock: lock to hold while `scopes` are used.
     """
 
     daemon_threads = True
-    block_on_close = False  # a client may wait for a value that is never set
 
-    def __init__(self, listener: socket.socket, handler: "type[Handler] | None" = None) -> None:
-        super().__init__(listener.getsockname()[:2], handler or Handler, bind_and_activate=False)
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.closed = False
-        self.values: dict[str, bytes] = {}
-        self.awaited: dict[str, threading.Event] = {}
-        self.changed = threading.Condition(threading.RLock())
+        self.scopes: dict[str, dict[str, bytes]] = {}
+        self.lock = threading.Lock()
+        self._done: dict[str, set[str]] = {}
 
-    def stop_waiting(self) -> None:
-        """Answer all requests that wait for a value."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-            for event in self.awaited.values():
-                event.set()
+    def finish(self, scope: str, rank: str) -> None:
+        """Note that a rank needs no value of a scope any more; clear it after the last one."""
+        done = self._done.setdefault(scope, set())
+        done.add(rank)
+        # All ranks have stored their addresses, or this one would not be connected to them.
+        if done >= {key for key in self.scopes.get(scope, {}) if key.isdecimal()}:
+            self.scopes.pop(scope, None)
+            del self._done[scope]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Do nothing: the client left early, or is an unknown peer."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     """The handler of one request."""
 
     server: HttpStore
-    timeout = REQUEST_SECONDS
+    timeout = _REQUEST_SECONDS
 
     def do_PUT(self) -> None:
         """Store a value under a path, in place of any earlier one."""
@@ -71,37 +71,31 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.BAD_REQUEST)
             return
         value = self.rfile.read(int(length))
-        with self.server.changed:
-            self.server.values[self.path] = value
-            self.server.changed.notify_all()
-            event = self.server.awaited.pop(self.path, None)
-        if event is not None:
-            event.set()
+        scope, key = self._place()
+        with self.server.lock:
+            self.server.scopes.setdefault(scope, {})[key] = value
         self._answer(HTTPStatus.OK)
 
     def do_GET(self) -> None:
         """Return the value under a path."""
-        server, path = self.server, self.path
-        preferred = self.headers.get("Prefer", "").removeprefix("wait=")
-        patience = min(int(preferred), _WAIT_SECONDS) if preferred.isdecimal() else 0
-        event = None
-        with server.changed:
-            if path not in server.values and patience and not server.closed:
-                event = server.awaited.setdefault(path, threading.Event())
-        if event is not None:
-            event.wait(patience)
-        with server.changed:
-            value = server.values.get(path)
+        scope, key = self._place()
+        with self.server.lock:
+            value = self.server.scopes.get(scope, {}).get(key)
         if value is None:
             self._answer(HTTPStatus.NOT_FOUND)
         else:
             self._answer(HTTPStatus.OK, value)
 
     def do_DELETE(self) -> None:
-        """Delete a value, as all ranks have found each other."""
-        with self.server.changed:
-            self.server.values.pop(self.path, None)
+        """Note that a rank of a scope has connected to all others."""
+        with self.server.lock:
+            self.server.finish(*self._place())
         self._answer(HTTPStatus.OK)
+
+    def _place(self) -> tuple[str, str]:
+        """Return the scope and the key of a path."""
+        scope, _, key = self.path.rpartition("/")
+        return scope, key
 
     def _answer(self, status: HTTPStatus, value: bytes = b"") -> None:
         self.send_response(status)

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -15,21 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.barrier import assemble
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
 from hpctrain.backends.horovod.connections import Connections
-from hpctrain.backends.horovod.horovod_import import load, refuse_options, refuse_own_name
-from hpctrain.backends.horovod.rendezvous import Client, Server
-from hpctrain.backends.horovod.stall_timer import StallTimer
-from hpctrain.backends.horovod.survivors import Survivors
+from hpctrain.backends.horovod.horovod_import import (
+    load,
+    refuse_options,
+    refuse_own_name,
+    refuse_start,
+)
+from hpctrain.backends.horovod.liveness import Liveness, Member, Wait
+from hpctrain.backends.horovod.liveness_hub import Hub
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankMissingError, StartError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Rendezvous
+from hpctrain.rendezvous.http_store import HttpStore
 
 __all__ = ["Horovod"]
 
@@ -50,7 +55,7 @@ class Horovod(Backend):
     name = "horovod"
     captures_stderr = True
     _mpi_was_used = False  # MPI can start only once in a process
-    _abandoned: ClassVar[list[Server]] = []
+    _abandoned: ClassVar[list[HttpStore]] = []
 
     def __init__(
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
@@ -71,24 +76,18 @@ class Horovod(Backend):
                 "--backend ddp",
             )
         self._environment = Environment(os.environ)
-        self._server = Server(rendezvous.listener) if rendezvous.listener is not None else None
         self._trained: list[Trained] = []
         self._gradients: list[gradients.HorovodGradients] = []
         self._sends = True  # whether backward passes send gradients
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
-        self._reported = False  # whether the other ranks have the reason of the failure
-        self._survivors: Survivors | None = None
-        self._connections = Connections(excluded_port=rendezvous.roster.port)
-        self._stall_timer = StallTimer(settings.timeout, self._report_wait)
+        self._wait = Wait()
+        self._connections = Connections()
+        self._store: HttpStore | None = None
+        self._liveness: Liveness | None = None
         try:
-            if world.world_size > 1:
-                store = Client(rendezvous.roster.addresses[0], rendezvous.roster.port, "start")
-                assemble(store, rendezvous, settings.start_timeout)
-                self._survivors = Survivors(
-                    rendezvous, self._server, self._stall_timer.waiting, self._connections.cut
-                )
-            placement.set_variables(self._environment, over, rendezvous, settings)
+            port = self._assemble() if world.world_size > 1 else None
+            placement.set_variables(self._environment, over, rendezvous, settings, port)
             # MPI handles its own connections, and ends all ranks when one fails.
             with self._connections if over == "gloo" else nullcontext():
                 self._start(over)
@@ -107,60 +106,23 @@ class Horovod(Backend):
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check whether Horovod is installed and supports the options."""
         hvd = load()
-        if hvd.is_initialized():
-            raise UsageError(
-                "HT308",
-                "Horovod is initialized already",
-                "the Session initializes it",
-                "remove the script's own hvd.init()",
-                "close the earlier Session first",
-            )
-        refuse_options(hvd, settings.own, world.world_size)
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
-        if over == "mpi":
-            if not hvd.mpi_built():
-                raise UsageError(
-                    "HT316",
-                    "HOROVOD_CONTROLLER=mpi, and the installed Horovod was built without MPI",
-                    "gloo, which needs nothing, or a Horovod with MPI",
-                    "unset HOROVOD_CONTROLLER",
-                    "hpctrain horovod build --mpi",
-                )
-            if cls._mpi_was_used:
-                raise UsageError(
-                    "HT308",
-                    "a second Session over Horovod and MPI in one process",
-                    "one, as MPI starts once in a process",
-                    "export HOROVOD_CONTROLLER=gloo",
-                )
-        elif not hvd.gloo_built():
-            raise UsageError(
-                "HT316",
-                f"--backend horovod under {world.launcher}, and the installed Horovod was built "
-                "without gloo",
-                "gloo, or a start by mpirun",
-                "hpctrain horovod build",
-            )
-        else:
+        refuse_start(hvd, world, over, cls._mpi_was_used)
+        if over == "gloo":
             refuse_own_name(world, os.environ)
-        if settings.own["op"] != "adasum":
-            return
-        if settings.loss_scaled:
-            raise UsageError(
-                "HT313",
-                "--horovod-op adasum with --precision fp16",
-                "a precision without a loss scale: each rank takes its step before the updates are "
-                "combined, and those of an overflow must not be",
-                "--precision bf16",
-            )
-        if over != "mpi" and world.world_size > 1:
-            raise UsageError(
-                "HT314",
-                f"--horovod-op adasum over gloo, under {world.launcher}",
-                "MPI, without which Horovod has no Adasum",
-                "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
-                "--horovod-op average",
-            )
+        refuse_options(settings, over, world)
+
+    def _assemble(self) -> int:
+        """Connect the liveness of all ranks; return the port of Horovod's store on rank 0."""
+        rendezvous = self._rendezvous
+        kind: type[Liveness] = Member
+        if rendezvous.world.rank == 0:
+            listener = socket.create_server((rendezvous.roster.addresses[0], 0), backlog=4096)
+            listener.setblocking(False)
+            self._store, kind = HttpStore(listener), Hub
+        cut = self._connections.cut
+        self._liveness = kind(rendezvous, self._settings, self._wait, cut, self._store)
+        return self._liveness.assemble()
 
     def _start(self, over: str) -> None:
         """Run hvd.init() in a thread, as it waits without end for missing ranks.
@@ -180,28 +142,27 @@ class Horovod(Backend):
         thread = threading.Thread(target=start, name="hvd.init", daemon=True)
         Horovod._mpi_was_used |= over == "mpi"
         thread.start()
-        end, survivors = time.monotonic() + limit, self._survivors
+        end, liveness = time.monotonic() + limit, self._liveness
         while thread.is_alive() and time.monotonic() < end:
             thread.join(_CHECK_SECONDS)
-            if survivors is not None and survivors.known:
+            if liveness is not None and liveness.known:
                 break
-        if thread.is_alive() or failed:
-            lost = survivors.find_error() if survivors is not None and survivors.known else None
-            if lost is not None:
-                raise lost
-            # At the end of the process, Horovod's shutdown would wait for hvd.init().
-            atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
-            world = self._rendezvous.world
-            raise RankMissingError(
-                "HT306",
-                f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
-                + (f": {failed[0]}" if failed else ""),
-                "a connection between all ranks",
-                "look for a firewall or a host that cannot be reached (hosts of the ranks: "
-                f"{', '.join(world.hosts or ())})",
-                "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
-                "export HOROVOD_LOG_LEVEL=debug (for more messages)",
-            )
+        if not thread.is_alive() and not failed:
+            return
+        self._skip_shutdown()
+        if liveness is not None and liveness.known and (lost := liveness.find_error()):
+            raise lost
+        world = self._rendezvous.world
+        raise RankMissingError(
+            "HT306",
+            f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
+            + (f": {failed[0]}" if failed else ""),
+            "a connection between all ranks",
+            "look for a firewall or a host that cannot be reached (hosts of the ranks: "
+            f"{', '.join(world.hosts or ())})",
+            "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
+            "export HOROVOD_LOG_LEVEL=debug (for more messages)",
+        )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model itself, with rank 0's weights and hooks that average gradients.
@@ -258,34 +219,34 @@ class Horovod(Backend):
 
     def sync_gradients(self) -> None:
         """Wait for the sums that the backward pass began."""
-        with self._stall_timer("gradients"):
+        with self._wait("gradients"):
             for averager in self._gradients:
                 averager.average()
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take the optimizer step; with Adasum, combine the steps of all ranks."""
         if self._settings.own["op"] == "adasum" and self.world_size > 1:
-            with self._stall_timer("updates"):
+            with self._wait("updates"):
                 gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
         else:
             step(optimizer)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor with an all-reduce."""
-        with self._stall_timer("a sum"):
+        with self._wait("a sum"):
             self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """Take the maximum with an all-reduce."""
-        with self._stall_timer("a maximum"):
+        with self._wait("a maximum"):
             self._hvd.allreduce_(tensor, name="max", op=self._hvd.Max)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather along a new dimension."""
         # Horovod's thread is in no inference mode, and resizes the tensors for its results.
-        with torch.inference_mode(False), self._stall_timer("tensors of all ranks"):
+        with torch.inference_mode(False), self._wait("tensors of all ranks"):
             gathered: Tensor = self._hvd.allgather(tensor[None], name="all_gather")
         return gathered
 
@@ -296,34 +257,34 @@ class Horovod(Backend):
         self._later = (self._later + 1) % _MOST_LATER
         name = f"sum_async.{self._later}"
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
-        return Work(tensor, _Work(self._hvd, handle, self._stall_timer))
+        return Work(tensor, _Work(self._hvd, handle, self._wait))
 
     def broadcast_object(self, thing: T, source: int = 0) -> T:
         """Broadcast the object of one rank."""
         # Without a name Horovod uses that of the object's class, which may differ by rank.
-        with self._stall_timer(f"an object of rank {source}"):
+        with self._wait(f"an object of rank {source}"):
             shared: T = self._hvd.broadcast_object(thing, source, name="share")
         return shared
 
     def gather_object(self, thing: T) -> list[T]:
         """Gather with an all-gather of pickles, as Horovod has no gather."""
-        with torch.inference_mode(False), self._stall_timer("the states of all ranks"):
+        with torch.inference_mode(False), self._wait("the states of all ranks"):
             things: list[T] = self._hvd.allgather_object(thing, name="gather")
         return things if self.rank == 0 else []
 
     def all_gather_text(self, text: str) -> list[str]:
         """Exchange the texts with an all-gather, which its name separates from others."""
-        with torch.inference_mode(False), self._stall_timer("the other ranks"):
+        with torch.inference_mode(False), self._wait("the other ranks"):
             return list(self._hvd.allgather_object(text, name="text"))
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcast all tensors at the same time, as bytes."""
-        with self._stall_timer(f"weights or buffers of rank {source}"):
+        with self._wait(f"weights or buffers of rank {source}"):
             gradients.broadcast(self._hvd, tensors, source)
 
     def barrier(self) -> None:
         """Wait at Horovod's barrier."""
-        with self._stall_timer("a barrier"):
+        with self._wait("a barrier"):
             self._hvd.barrier()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
@@ -333,65 +294,49 @@ class Horovod(Backend):
         Horovod's message describes it.
         """
         internal = self._hvd.mpi_ops.HorovodInternalError
-        if self._survivors is None or not isinstance(error, internal):
+        if self._liveness is None or not isinstance(error, internal):
             return None
-        found = self._survivors.find_error()
-        self._reported = found is not None
-        return found
+        return self._liveness.find_error()
 
     def close(self, failure: str | None = None) -> None:
-        """Shut Horovod down and restore the environment."""
-        survivors = None if self._reported else self._survivors
-        if survivors is not None and failure is not None and not survivors.report_failure(failure):
-            # Rank 0 is gone or does not answer, so shutting down together would wait for it.
-            self._connections.cut()
+        """Shut Horovod down and restore the environment.
+
+        After a failure the shutdown has a time limit. A sum of Horovod's own that begins when the
+        other ranks are gone never ends, and the shutdown waits for it until gloo's time-out.
+        """
         if failure is None:
             self._hvd.shutdown()
         else:
-            self._shut_down_alone()
-        self._release(failure)
+            if self._liveness is not None:
+                self._liveness.report(failure)
+            shutdown = self._hvd.mpi_ops._basics.shutdown
+            thread = threading.Thread(target=shutdown, name="hvd.shutdown", daemon=True)
+            thread.start()
+            thread.join(_SHUTDOWN_SECONDS)
+            if thread.is_alive():
+                logger.warning("Horovod does not shut down: this process ends without its shutdown")
+                self._skip_shutdown()
+        self._environment.put_back()
+        if self._liveness is not None:
+            self._liveness.leave(normally=failure is None)
+        if self._store is not None:
+            self._store.server_close()
 
-    def _shut_down_alone(self) -> None:
-        """Shut Horovod down after a failure, with a time limit.
-
-        A sum of Horovod's own that begins when the other ranks are gone never ends. Its shutdown
-        waits for that sum until gloo's time-out, half an hour. Its destructor at the end of the
-        process would wait too, so the process then ends without it.
-        """
-        shutdown = self._hvd.mpi_ops._basics.shutdown
-        thread = threading.Thread(target=shutdown, name="hvd.shutdown", daemon=True)
-        thread.start()
-        thread.join(_SHUTDOWN_SECONDS)
-        if thread.is_alive():
-            logger.warning("Horovod does not shut down, so this process ends without its shutdown")
-            atexit.unregister(shutdown)
-            atexit.register(_exit_process)
-
-    def _report_wait(self) -> None:
-        """Report that a wait of this rank is too long; rank 0 finds the missing ranks."""
-        if self._survivors is not None:
-            self._survivors.report_wait()
+    def _skip_shutdown(self) -> None:
+        """Let this process end without Horovod's shutdown and its destructor, which would wait."""
+        atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
+        atexit.register(_exit_process)
 
     def _give_up(self, failure: str) -> None:
         """Report to the other ranks that Horovod did not start on this one."""
         self._environment.put_back()
-        self._stall_timer.close()
-        if self._survivors is not None:
-            self._survivors.report_failure(failure)
-            self._survivors.leave(normally=False)
-        if self._server is not None:
-            # A thread of Horovod that still looks for other ranks ends the process when the
-            # server does not answer, so the server stays open.
-            Horovod._abandoned.append(self._server)
-
-    def _release(self, failure: str | None) -> None:
-        self._environment.put_back()
-        self._stall_timer.close()
-        if self._survivors is not None:
-            self._survivors.leave(normally=failure is None)
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._liveness is not None:
+            self._liveness.report(failure)
+            self._liveness.leave(normally=False)
+        if self._store is not None:
+            # A thread of Horovod that still looks for other ranks would abort the process if
+            # nothing listened there.
+            Horovod._abandoned.append(self._store)
 
 
 def _exit_process() -> None:
@@ -405,8 +350,8 @@ def _exit_process() -> None:
 class _Work:
     """A handle of Horovod with the methods of torch.distributed's works."""
 
-    def __init__(self, hvd: ModuleType, handle: int, stall_timer: StallTimer) -> None:
-        self._hvd, self._handle, self._stall_timer = hvd, handle, stall_timer
+    def __init__(self, hvd: ModuleType, handle: int, wait: Wait) -> None:
+        self._hvd, self._handle, self._wait = hvd, handle, wait
 
     def is_completed(self) -> bool:
         """Check whether `wait` returns at once."""
@@ -414,7 +359,7 @@ class _Work:
 
     def wait(self) -> None:
         """Wait until the sum is done."""
-        with self._stall_timer("sums of metrics"):
+        with self._wait("sums of metrics"):
             self._hvd.synchronize(self._handle)
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import socket
 from collections.abc import Mapping
 from types import ModuleType
@@ -10,12 +9,13 @@ from typing import Any
 
 import torch
 
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.env_vars import HOSTNAME
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
-__all__ = ["load", "refuse_options", "refuse_own_name"]
+__all__ = ["load", "refuse_options", "refuse_own_name", "refuse_start"]
 
 BUILD = "hpctrain horovod build"
 
@@ -84,72 +84,108 @@ def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
         )
 
 
-# Defaults of the options, by the names of DistributedOptimizer.
-_DEFAULTS: Mapping[str, Any] = {
-    "op": "average",
-    "compression": "none",
-    "gradient_predivide_factor": 1.0,
-    "groups": None,
-    "sparse_as_dense": False,
-}
-
-
-def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int) -> None:
-    """Raise an error for options that this version of Horovod does not support.
+def refuse_start(hvd: ModuleType, world: World, over: str, mpi_was_used: bool) -> None:
+    """Raise an error if Horovod cannot start in this process.
 
     Args:
         hvd: `horovod.torch`.
-        options: options of the backend, by the names of DistributedOptimizer.
-        world_size: number of ranks.
-
-    Raises:
-        UsageError: Horovod does not support an option, or would silently ignore it.
+        world: place of this rank.
+        over: library over which the ranks coordinate, "gloo" or "mpi".
+        mpi_was_used: whether this process had a session over Horovod and MPI.
     """
-    known = inspect.signature(hvd.DistributedOptimizer).parameters
-    changed = [name for name, default in _DEFAULTS.items() if options[name] != default]
-    for name in changed:
-        if name not in known:
-            raise UsageError(
-                "HT316",
-                f"{_flag(name)}, and the installed Horovod has no argument {name}",
-                "Horovod 0.28.1",
-                BUILD,
-            )
-    op, predivide = options["op"], options["gradient_predivide_factor"]
-    if predivide != 1.0:
-        if op != "average":
-            raise UsageError(
-                "HT311",
-                f"{_flag('gradient_predivide_factor')} {predivide:g} with {_flag('op')} {op}",
-                "an average, of which a part is divided before the sum",
-                f"{_flag('op')} average",
-            )
-        if options["groups"] is not None:
-            raise UsageError(
-                "HT311",
-                f"{_flag('gradient_predivide_factor')} {predivide:g} with {_flag('groups')} "
-                f"{options['groups']}: Horovod reduces groups without it",
-                "one of the two",
-                f"leave {_flag('groups')} out",
-            )
-    if op == "adasum":
-        for name in ("groups", "sparse_as_dense"):
-            if name in changed:
-                raise UsageError(
-                    "HT311",
-                    f"{_flag('op')} adasum with {_flag(name)}",
-                    "one of the two: Adasum combines the updates of whole tensors",
-                    f"leave {_flag(name)} out",
-                )
-        if world_size & (world_size - 1):
-            raise UsageError(
-                "HT314",
-                f"{_flag('op')} adasum with {world_size} ranks",
-                "2, 4, 8, … ranks: Adasum goes up a binary tree",
-                f"{1 << world_size.bit_length() - 1} ranks",
-                f"{_flag('op')} average",
-            )
+    _refuse(
+        (
+            hvd.is_initialized(),
+            "HT308",
+            "Horovod is initialized already",
+            "the Session initializes it",
+            "remove the script's own hvd.init()",
+            "close the earlier Session first",
+        ),
+        (
+            over == "mpi" and not hvd.mpi_built(),
+            "HT316",
+            "HOROVOD_CONTROLLER=mpi, and the installed Horovod was built without MPI",
+            "gloo, which needs nothing, or a Horovod with MPI",
+            "unset HOROVOD_CONTROLLER",
+            "hpctrain horovod build --mpi",
+        ),
+        (
+            over == "mpi" and mpi_was_used,
+            "HT308",
+            "a second Session over Horovod and MPI in one process",
+            "one, as MPI starts once in a process",
+            "export HOROVOD_CONTROLLER=gloo",
+        ),
+        (
+            over == "gloo" and not hvd.gloo_built(),
+            "HT316",
+            f"--backend horovod under {world.launcher}, and the installed Horovod has no gloo",
+            "gloo, or a start by mpirun",
+            BUILD,
+        ),
+    )
 
 
-def _flag(name: str) -> str:
-    return "--horovod-" + name.replace("_", "-")
+def refuse_options(settings: BackendSettings, over: str, world: World) -> None:
+    """Raise an error for options that do not work together, or that Horovod would ignore."""
+    own, size = settings.own, world.world_size
+    op, predivide, groups = own["op"], own["gradient_predivide_factor"], own["groups"]
+    divided = f"--horovod-gradient-predivide-factor {predivide:g} with --horovod-"
+    adasum = op == "adasum"
+    other = next((n for n in ("groups", "sparse_as_dense") if own[n] not in (None, False)), "")
+    flag = f"--horovod-{other.replace('_', '-')}"
+    _refuse(
+        (
+            predivide != 1.0 and op != "average",
+            "HT311",
+            f"{divided}op {op}",
+            "an average, of which a part is divided before the sum",
+            "--horovod-op average",
+        ),
+        (
+            predivide != 1.0 and groups is not None,
+            "HT311",
+            f"{divided}groups {groups}: Horovod reduces groups without it",
+            "one of the two",
+            "leave --horovod-groups out",
+        ),
+        (
+            adasum and other,
+            "HT311",
+            f"--horovod-op adasum with {flag}",
+            "one of the two: Adasum combines the updates of whole tensors",
+            f"leave {flag} out",
+        ),
+        (
+            adasum and size & (size - 1),
+            "HT314",
+            f"--horovod-op adasum with {size} ranks",
+            "2, 4, 8, … ranks: Adasum goes up a binary tree",
+            f"{1 << size.bit_length() - 1} ranks",
+            "--horovod-op average",
+        ),
+        (
+            adasum and settings.loss_scaled,
+            "HT313",
+            "--horovod-op adasum with --precision fp16",
+            "a precision without a loss scale: each rank takes its step before the updates are "
+            "combined, and those of an overflow must not be",
+            "--precision bf16",
+        ),
+        (
+            adasum and over != "mpi" and size > 1,
+            "HT314",
+            f"--horovod-op adasum over gloo, under {world.launcher}",
+            "MPI, without which Horovod has no Adasum",
+            "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
+            "--horovod-op average",
+        ),
+    )
+
+
+def _refuse(*cases: tuple[Any, ...]) -> None:
+    """Raise the error of the first case that is true."""
+    for wrong, code, found, expected, *fixes in cases:
+        if wrong:
+            raise UsageError(code, found, expected, *fixes)

@@ -57,7 +57,11 @@ def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
 
 
 def set_variables(
-    environment: Environment, over: str, rendezvous: Rendezvous, settings: BackendSettings
+    environment: Environment,
+    over: str,
+    rendezvous: Rendezvous,
+    settings: BackendSettings,
+    port: int | None,
 ) -> None:
     """Set the variables that Horovod reads; time-outs that the user has set stay.
 
@@ -66,17 +70,17 @@ def set_variables(
         over: library from `controller`, "gloo" or "mpi".
         rendezvous: all ranks, with their hosts and addresses.
         settings: time-outs, and whether repeated runs have to be bit-equal.
+        port: port of Horovod's store on rank 0; None for one rank.
     """
     world, roster = rendezvous.world, rendezvous.roster
     environment.set("HOROVOD_CONTROLLER", over)
     environment.set("HOROVOD_CPU_OPERATIONS", over)
     if over == "gloo":
-        alone = world.world_size == 1
         for name, value in slot(world.rank, roster.host_of_rank).items():
             environment.set(name, value)
         # Without an address Horovod assumes that this is the only process.
-        environment.set("HOROVOD_GLOO_RENDEZVOUS_ADDR", None if alone else roster.addresses[0])
-        environment.set("HOROVOD_GLOO_RENDEZVOUS_PORT", None if alone else str(roster.port))
+        environment.set("HOROVOD_GLOO_RENDEZVOUS_ADDR", roster.addresses[0] if port else None)
+        environment.set("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port) if port else None)
         environment.set("HOROVOD_GLOO_IFACE", interface_of(roster.addresses[world.rank]))
     limit = math.ceil(settings.timeout)
     warn = max(1, min(_WARN_SECONDS, math.ceil(limit * _WARN_PART)))

@@ -1,83 +1,88 @@
-"""Test of the installed Horovod: two ranks on this machine import it and compute a sum.
+"""Test of the installed Horovod: two ranks of this machine compute a sum over gloo."""
 
-    python -P check.py
-
-This is a separate program, so that its caller does not load Horovod. It starts the ranks itself,
-with gloo on the loopback interface, and a rendezvous server on a free port. With -P, Python imports
-no module from this folder or the current one.
-Source: horovod/runner/gloo_run.py and http/http_server.py, Horovod 0.28.1.
-"""
-
-import os
+import json
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.cluster.launchers.horovodrun import Horovodrun
+from hpctrain.cluster.world import World
+from hpctrain.rendezvous.http_store import HttpStore
+
+__all__ = ["try_out"]
+
+_SECONDS = 240.0  # for two imports of torch, from a file system with a cold cache
+_SHOWN_LINES = 12
 _RANKS = 2
-_SECONDS_BETWEEN_LOOKS = 0.05
 _RANK = """
-import json, torch, horovod, horovod.torch as hvd
+import json, pathlib, torch, horovod, horovod.torch as hvd
 hvd.init()
 total = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), op=hvd.Sum, name="check").tolist()
 assert total == [3.0] * 3, f"the sum over two ranks is {total}, not 3"
 if hvd.rank() == 0:
-    print(json.dumps({"version": horovod.__version__, "gloo": bool(hvd.gloo_built()),
-                      "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built())}))
+    built = json.loads(pathlib.Path(horovod.__file__).with_name("metadata.json").read_text())
+    print(json.dumps({"version": horovod.__version__, "torch": built.get("pytorch"),
+                      "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()),
+                      "nccl": bool(hvd.nccl_built())}))
 hvd.shutdown()
 """
 
 
-def main() -> int:
-    """Start the ranks and wait for them; return 0 if all succeed, else 1."""
-    server, port = _serve()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", _RANK], env={**os.environ, **_variables(rank, port)}
-        )
-        for rank in range(_RANKS)
-    ]
-    # Stop at the first failure, as the other rank would wait for the failed one.
-    while not any(rank.poll() for rank in ranks) and None in (rank.returncode for rank in ranks):
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    codes = [rank.returncode for rank in ranks if rank.returncode]
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    server.shutdown()
-    return 1 if codes else 0
+def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Import Horovod in two ranks, and let them compute a sum over gloo.
+
+    Returns:
+        Facts and "": "version", the "torch" it was built for, and whether "gloo", "mpi" and "nccl"
+        are built in. After a failure, no facts and the last lines of the output.
+    """
+    store = HttpStore(socket.create_server(("127.0.0.1", 0)))
+    threading.Thread(target=store.serve_forever, daemon=True).start()
+    with tempfile.TemporaryFile() as output:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", _RANK],
+                env={**env, **_variables(rank, store.server_address[1])},
+                stdout=output,
+                stderr=output,
+            )
+            for rank in range(_RANKS)
+        ]
+        try:
+            failed = not _succeed(ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            store.shutdown()
+            store.server_close()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
+    facts = [line for line in lines if line.startswith("{")]
+    if facts and not failed:
+        return json.loads(facts[-1]), ""
+    return {}, "".join(f"\n    {line[:300]}" for line in lines[-_SHOWN_LINES:])
 
 
-def _serve() -> tuple[Any, int]:
-    """Start the rendezvous server of the ranks, on loopback only, and return it and its port."""
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
-    server.init([SlotInfo("localhost", rank, rank, 0, _RANKS, _RANKS, 1) for rank in range(_RANKS)])
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server, server.server_address[1]
+def _succeed(ranks: "list[subprocess.Popen[bytes]]") -> bool:
+    """Wait until all ranks have ended; return False at the first failure or after some minutes."""
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes) or None not in codes:
+            return not any(codes)
+        time.sleep(0.05)
+    return False
 
 
 def _variables(rank: int, port: int) -> dict[str, str]:
     """Return the variables that horovodrun sets for a rank."""
     return {
-        "HOROVOD_HOSTNAME": "localhost",
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(_RANKS),
-        "HOROVOD_LOCAL_RANK": str(rank),
-        "HOROVOD_LOCAL_SIZE": str(_RANKS),
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "1",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        **Horovodrun().environ(World(rank, _RANKS, rank, _RANKS, 0, 1), (_RANKS,), 0),
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_GLOO_IFACE": "lo",
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
         "OMP_NUM_THREADS": "1",
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())
