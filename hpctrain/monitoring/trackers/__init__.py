@@ -37,7 +37,8 @@ def find(text: str | None) -> dict[str, type[Tracker]]:
     if not text:
         return {}
     names = [name.strip() for name in text.split(",")]
-    outside = entry_points.load(entry_points.TRACKERS, Tracker, TRACKERS, names)
+    kind: type[Tracker] = Tracker  # type: ignore[type-abstract]
+    outside = entry_points.load(entry_points.TRACKERS, kind, TRACKERS, names)
     found: dict[str, type[Tracker]] = {}
     for name in names:
         tracker = TRACKERS.get(name) or outside.get(name)
