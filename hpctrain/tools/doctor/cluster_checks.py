@@ -14,7 +14,7 @@ from hpctrain.cluster.launchers import Start
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import HpctrainError
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Rendezvous
+from hpctrain.rendezvous import Answer, Rendezvous, Roster
 from hpctrain.tools.doctor import rank_comparison
 from hpctrain.tools.doctor.findings import (
     OK,
@@ -86,9 +86,8 @@ def examine(
         table = rank_comparison.rows(met.roster)
         passed = [finding for finding in own.findings if finding.level == OK]
         report.machines([*passed, *others], [row.host for row in table])
-        differing = _differences(met, table)
-        wrong = any(finding.level == PROBLEM for finding in differing)
-        if own.device is not None and _can_communicate(met) and not wrong:
+        differing = _differences(met.roster, table)
+        if own.device is not None and met.shared["communicate"]:
             return _check_communication(report, met, own.device, run, table, differing, timeout)
         if met.listener is not None:
             met.listener.close()
@@ -109,7 +108,16 @@ def _meet(
         logger.info if start.world.rank == 0 else logger.warning,
         store=backends.agent_store(point, timeout) if own.torch_version else None,
         folder=run,
+        check=_decide,
     )
+
+
+def _decide(roster: Roster) -> Answer:
+    """Return whether the ranks can communicate, and rank 0's file in the run directory."""
+    found = _differences(roster, rank_comparison.rows(roster))
+    wrong = any(finding.level == PROBLEM for finding in found)
+    token = {name: roster.entries[0]["doctor"][name] for name in ("run", "token")}
+    return Answer(shared={"communicate": _can_communicate(roster) and not wrong, "token": token})
 
 
 def _entry(own: Machine, token: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Any]:
@@ -140,18 +148,18 @@ def _entry(own: Machine, token: Mapping[str, str], env: Mapping[str, str]) -> di
     }
 
 
-def _can_communicate(met: Rendezvous) -> bool:
+def _can_communicate(roster: Roster) -> bool:
     """Return whether all ranks have a device, and all devices are of one kind."""
-    kinds = {entry["doctor"]["kind"] for entry in met.roster.entries}
+    kinds = {entry["doctor"]["kind"] for entry in roster.entries}
     return None not in kinds and len(kinds) == 1
 
 
-def _differences(met: Rendezvous, table: Sequence[rank_comparison.Row]) -> list[Finding]:
+def _differences(roster: Roster, table: Sequence[rank_comparison.Row]) -> list[Finding]:
     """Return the differences between the ranks, problems last."""
-    entries = met.roster.entries
+    entries = roster.entries
     found = []
     # A rank without torch sends no versions.
-    if all(entry.get("versions") for entry in entries):
+    if entries and all(entry.get("versions") for entry in entries):
         from hpctrain.rendezvous import consistency
 
         hosts = [row.host for row in table]
@@ -217,10 +225,12 @@ def _compare_machines(
     """Compare the clocks, and check whether all ranks find rank 0's file in the run directory."""
     from hpctrain.tools.doctor import communication
 
-    token = met.roster.entries[0]["doctor"]
+    token = met.shared["token"]
     found = bool(token["token"]) and rank_comparison.finds(run, token)
     backend.barrier()
     numbers = communication.gather_numbers(backend, [time.time(), float(found)])
+    if met.world.rank != 0:
+        return []  # only rank 0 has the entries, and prints
     for row, (clock, _) in zip(table, numbers, strict=True):
         row.clock = clock - numbers[0][0]
     shared = rank_comparison.judge_shared(
