@@ -3,9 +3,9 @@
     python benchmarks/rendezvous.py [--rounds 20] [--save FILE]
 
 Two real ranks, which import torch before the clock starts, are compared with torch's own rendezvous
-in the same round: a TCPStore and a barrier in it. 512 and 4,096 ranks are compared with as many
-clients of a server that reads one line and answers one line. There, rank 0 is real and runs in this
-process. One other process simulates all other ranks: it uses their protocol, with proofs and
+in the same round: a TCPStore and a barrier in it. 512, 4,096 and 16,384 ranks are compared with as
+many clients of a server that reads one line and answers one line. There, rank 0 is real and runs in
+this process. One other process simulates all other ranks: it uses their protocol, with proofs and
 entries such as theirs (eight to a simulated host). It builds the roster for one rank only, because
 a real process unpacks one roster, not thousands on the same core. All traffic uses loopback.
 """

@@ -5,6 +5,7 @@ import errno
 import os
 import selectors
 import socket
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ __all__ = ["FULL_SECONDS", "Connection", "Connections", "Conversation", "greet"]
 # inside ends the connection. A connection that is lost raises an OSError inside.
 Conversation = Generator[int, bytes, None]
 
-# Pause without new connections when the process may open no more files.
+# Pause when the process may open no more files.
 FULL_SECONDS = 0.1
 _LONGEST_POLL = 60.0  # the system's timers have a limit
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -78,7 +79,6 @@ class Connections:
         self.accept_error = ""
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._paused: list[tuple[float, socket.socket, Callable[[], None]]] = []
 
     def connect(
         self, place: tuple[str, int], converse: Callable[[Connection], Conversation]
@@ -102,20 +102,16 @@ class Connections:
         return connection
 
     def accept(
-        self,
-        listener: socket.socket,
-        converse: Callable[[Connection], Conversation],
-        make_room: Callable[[], bool],
+        self, listener: socket.socket, converse: Callable[[Connection], Conversation]
     ) -> None:
         """Accept connections from now on.
 
         Args:
             listener: non-blocking, listening socket.
             converse: function that returns the conversation of a new connection.
-            make_room: function that closes a connection if that is possible.
         """
-        action = partial(self._accept, listener, converse, make_room)
-        self._selector.register(listener, selectors.EVENT_READ, action)
+        accept = partial(self._accept, listener, converse)
+        self._selector.register(listener, selectors.EVENT_READ, accept)
 
     @property
     def busy(self) -> bool:
@@ -124,15 +120,11 @@ class Connections:
 
     def poll(self, seconds: float) -> None:
         """Handle the connections that are ready; wait for the first at most some seconds."""
-        longest = FULL_SECONDS if self._paused else _LONGEST_POLL
-        for key, events in self._selector.select(min(max(0.0, seconds), longest)):
+        for key, events in self._selector.select(min(max(0.0, seconds), _LONGEST_POLL)):
             if not isinstance(key.data, Connection):
                 key.data()
             elif key.data.open:  # an earlier conversation may have closed it
                 self._handle(key.data, events)
-        if self._paused and self._clock() > self._paused[0][0]:
-            _, listener, action = self._paused.pop()
-            self._selector.register(listener, selectors.EVENT_READ, action)
 
     def send(self, connection: Connection, *lines: bytes) -> None:
         """Send as much as the connection accepts, and the rest when it accepts more.
@@ -177,10 +169,7 @@ class Connections:
         return connection
 
     def _accept(
-        self,
-        listener: socket.socket,
-        converse: Callable[[Connection], Conversation],
-        make_room: Callable[[], bool],
+        self, listener: socket.socket, converse: Callable[[Connection], Conversation]
     ) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
@@ -188,9 +177,7 @@ class Connections:
             except OSError as error:
                 if error.errno in _FULL:
                     self.accept_error = f"{error.strerror} (ulimit -n)"
-                    if not make_room():
-                        action = self._selector.unregister(listener).data
-                        self._paused.append((self._clock() + FULL_SECONDS, listener, action))
+                    time.sleep(FULL_SECONDS)
                 return  # or there is none, or the peer has closed it
             opened.setblocking(False)
             connection = self._converse(opened, _plain(address[0]), converse)

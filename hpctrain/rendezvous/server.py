@@ -74,7 +74,8 @@ class RendezvousServer:
         self.ports = [port for _, port in taken]
         if self.listener is not None:
             self.ports.append(self.listener.getsockname()[1])
-            self.connections.accept(self.listener, self._serve, self._make_room)
+            keep_alive(self.listener)  # and each connection that it accepts
+            self.connections.accept(self.listener, self._serve)
         # A second rank 0 of the same start may hold an earlier port. Two manual starts with one
         # key would share their ranks.
         for place in taken:
@@ -135,7 +136,6 @@ class RendezvousServer:
             hello = str(message.get("hello"))
             if not credentials.proves(message.get("proof"), "client", ours, hello):
                 return
-            keep_alive(peer.socket)
         finally:
             self.unknown.pop(peer, None)
         peer.challenges = theirs + ours
@@ -206,13 +206,6 @@ class RendezvousServer:
             if oldest.began > limit and len(self.unknown) <= _MORE_UNKNOWN + self.size:
                 break
             self.connections.close(oldest)
-
-    def _make_room(self) -> bool:
-        """Dismiss the oldest unknown peer, and return whether there was one."""
-        oldest = next(iter(self.unknown), None)
-        if oldest is not None:
-            self.connections.close(oldest)
-        return oldest is not None
 
     def _wait(self) -> None:
         """Wait until all ranks are connected.

@@ -1012,6 +1012,16 @@ def test_keepalive_ends_lost_connections():
         assert 0 < timeout <= 20_000
 
 
+def test_accepted_connections_have_the_keepalive_of_their_listener():
+    with socket.create_server((HOME, 0)) as listener:
+        keep_alive(listener)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT):
+                own = listener.getsockopt(socket.IPPROTO_TCP, option)
+                assert accepted.getsockopt(socket.IPPROTO_TCP, option) == own > 0
+
+
 def test_bridge_addresses_are_listed_last(monkeypatch):
     found = {
         "docker0": ["172.17.0.1"],
