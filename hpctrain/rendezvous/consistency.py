@@ -85,7 +85,7 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda or torch.version.hip,
             "nccl": _nccl() if cuda else None,
-            "horovod": _version("horovod"),
+            "horovod": _version("horovod") if settings.get("--backend") == "horovod" else None,
         },
         "settings": dict(settings),
         "command": _command(sys.argv),
@@ -211,7 +211,14 @@ class _Rule:
 
 
 # Whether different versions are an error, as messages between ranks fail; otherwise a warning.
-_VERSIONS = {"hpctrain": True, "torch": True, "cuda": True, "nccl": True, "python": False}
+_VERSIONS = {
+    "hpctrain": True,
+    "torch": True,
+    "cuda": True,
+    "nccl": True,
+    "horovod": True,
+    "python": False,
+}
 
 
 def _rules(ranks: _Ranks) -> Iterator[_Rule]:
@@ -220,12 +227,11 @@ def _rules(ranks: _Ranks) -> Iterator[_Rule]:
     Different scripts are an error: two programs in one step, each with its own rank 0, would share
     one key. For commands, GPU models and network settings only the user can decide.
     """
-    uses_horovod = any(own.get("--backend") == "horovod" for own in ranks.objects("settings"))
     same_environment = (
         "load the same environment on all hosts, in the batch script",
         "put the environment where all hosts see it",
     )
-    for name, wrong in {**_VERSIONS, "horovod": uses_horovod}.items():
+    for name, wrong in _VERSIONS.items():
         yield _Rule(
             *(name, "versions", itemgetter(name), name, f"one version of {name}"),
             *(same_environment, "HT208" if wrong else ""),
