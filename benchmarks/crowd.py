@@ -10,22 +10,49 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from hpctrain.rendezvous.addresses import LOOPBACK
-from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
+from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode, hello
 
-__all__ = ["PER_HOST", "Conversation", "Crowd", "client", "entry", "one_line"]
+__all__ = [
+    "PER_HOST",
+    "Conversation",
+    "Crowd",
+    "client",
+    "entry",
+    "host_names",
+    "introduction",
+    "one_line",
+]
 
 PER_HOST = 8
+# A source address has 28,000 ports, and those of the last minute are not free yet.
+_PER_ADDRESS = 1024
 # Pause before a client connects again, about as in RendezvousClient.
 _PAUSE_SECONDS = 0.1
 # Yields the bytes that a rank sends, and receives the bytes of the answer.
 Conversation = Generator[bytes, bytes, None]
 
 
-def entry(rank: int, size: int, common: Entry) -> Entry:
-    """Return the entry of a rank of a GPU cluster, with its own host, process and GPU."""
-    dice = random.Random(rank)
-    hosts = [f"node{number:04d}" for number in range(size // PER_HOST)]
+def host_names(size: int) -> tuple[str, ...]:
+    """Return the names of the hosts of so many ranks."""
+    return tuple(f"node{number:04d}" for number in range(size // PER_HOST))
+
+
+def introduction(rank: int, size: int, common: Entry) -> str:
+    """Return the text with which a rank introduces itself to rank 0."""
     node, local = divmod(rank, PER_HOST)
+    own = {
+        "host": f"node{node:04d}",
+        "pid": random.Random(rank).randrange(1000, 4_000_000),
+        "process": Credentials.challenge(),
+        "address": None,
+        "world": {"local_rank": local, "node_rank": node, "hosts": None},
+    }
+    return hello(rank, size, own, entry(rank, common))
+
+
+def entry(rank: int, common: Entry) -> Entry:
+    """Return the entry of a rank of a GPU cluster, with its own cores and GPU."""
+    dice = random.Random(rank)
     return {
         **common,
         "gpu": str(uuid.UUID(int=dice.getrandbits(128))),
@@ -33,28 +60,18 @@ def entry(rank: int, size: int, common: Entry) -> Entry:
         "visible": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(PER_HOST)))},
         "versions": {**common["versions"], "cuda": "13.0", "nccl": "2.28.9"},
         "network": {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "ib0"},
-        "cores": f"{0xFF << 8 * local:x}",
-        "host": hosts[node],
-        "pid": dice.randrange(1000, 4_000_000),
-        "process": Credentials.challenge(),
-        "address": None,
-        "world": {
-            "local_rank": local,
-            "node_rank": node,
-            "hosts": hosts if rank == 0 else None,
-            "launcher": "slurm",
-        },
+        "cores": f"{0xFF << 8 * (rank % PER_HOST):x}",
     }
 
 
-def client(credentials: Credentials, rank: int, hello: str, rosters: list[bytes]) -> Conversation:
+def client(credentials: Credentials, rank: int, text: str, rosters: list[bytes]) -> Conversation:
     """Yield the messages of a rank above 0, as `RendezvousClient` sends them."""
     challenge = Credentials.challenge()
     answer = decode((yield encode({"start": credentials.start, "challenge": challenge}))) or {}
     if not credentials.proves(answer.get("proof"), "host", challenge):
         raise SystemExit(f"rank {rank} got an answer without a valid proof: {answer}")
-    own = credentials.proof("client", str(answer["challenge"]), hello)
-    roster = yield from _message(encode({"proof": own, "hello": hello}))
+    own = credentials.proof("client", str(answer["challenge"]), text)
+    roster = yield from _message(encode({"proof": own, "hello": text}))
     if not roster.startswith(b'{"roster"'):
         raise SystemExit(f"rank {rank} did not get the roster: {roster[:500]!r}")
     if not rosters:
@@ -106,6 +123,7 @@ class Crowd:
         self.size = size
         self.conversation = conversation
         self.port = port
+        self.network = f"127.{random.randrange(1, 255)}.{random.randrange(256)}"
         self.window = window
         self.waiting = deque((0.0, rank) for rank in range(1, size + 1))  # earliest time, rank
         self.entering: set[Caller] = set()
@@ -133,6 +151,7 @@ class Crowd:
     def _connect(self, rank: int) -> None:
         connection = socket.socket()
         connection.setblocking(False)
+        connection.bind((f"{self.network}.{rank // _PER_ADDRESS}", 0))
         connection.connect_ex((LOOPBACK, self.port))
         caller = Caller(connection, rank, self.conversation(rank))
         self.entering.add(caller)

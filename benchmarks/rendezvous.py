@@ -3,9 +3,9 @@
     python benchmarks/rendezvous.py [--rounds 20] [--save FILE]
 
 Two real ranks, which import torch before the clock starts, are compared with torch's own rendezvous
-in the same round: a TCPStore and a barrier in it. 512 and 4,096 ranks are compared with as many
-clients of a server that reads one line and answers one line. There, rank 0 is real and runs in this
-process. One other process simulates all other ranks: it uses their protocol, with proofs and
+in the same round: a TCPStore and a barrier in it. 512, 4,096 and 16,384 ranks are compared with as
+many clients of a server that reads one line and answers one line. There, rank 0 is real and runs in
+this process. One other process simulates all other ranks: it uses their protocol, with proofs and
 entries such as theirs (eight to a simulated host). It builds the roster for one rank only, because
 a real process unpacks one roster, not thousands on the same core. All traffic uses loopback.
 """
@@ -13,7 +13,6 @@ a real process unpacks one roster, not thousands on the same core. All traffic u
 import argparse
 import datetime
 import functools
-import json
 import multiprocessing
 import os
 import secrets
@@ -32,16 +31,16 @@ from hpctrain.arguments import Options
 from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.process import file_limit
-from hpctrain.process.threads import Threads
-from hpctrain.rendezvous import Roster, consistency
+from hpctrain.process.threads import Threads, divide
+from hpctrain.rendezvous import Answer, Roster, consistency
 from hpctrain.rendezvous import meet as hpctrain_meet
 from hpctrain.rendezvous.addresses import LOOPBACK, ports
-from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode, unpack
-from hpctrain.rendezvous.roster import make_roster
+from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
+from hpctrain.rendezvous.roster import unpack
 
 MEET, STORE = "meet", "TCPStore and a barrier"
 AT_ONCE, BARE = "meet, all call at once", "a line each way"
-CROWDS = (512, 4096)
+CROWDS = (512, 4096, 16384)
 CROWD_ROUNDS = 5  # each takes seconds, so only in the first rounds
 TIMEOUT = 120.0
 # Most clients that wait for their first answer at the same time. Real ranks run in parallel; one
@@ -57,11 +56,13 @@ def make_entry() -> Entry:
     return {**consistency.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
 
 
-def check(spent: Figures, roster: Roster) -> None:
+def check(spent: Figures, roster: Roster) -> Answer:
     """Run the consistency check as a Session does, and record its time."""
     start = time.perf_counter()
-    consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])
+    consistency.check(roster.entries, roster.host_names)
+    answer = Answer(own=divide(roster.entries, roster.host_of_rank, 1))
     spent["check_s"] = time.perf_counter() - start
+    return answer
 
 
 # Two real ranks.
@@ -172,7 +173,7 @@ def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry
         callers = crowd.Crowd(size - 1, lambda _: crowd.one_line(), port, window)
     else:
         credentials = Credentials(key, "")
-        hellos = [json.dumps([n, size, crowd.entry(n, size, common)]) for n in range(size)]
+        hellos = [crowd.introduction(n, size, common) for n in range(size)]
         callers = crowd.Crowd(
             size - 1, lambda n: crowd.client(credentials, n, hellos[n], rosters), port, window
         )
@@ -183,7 +184,7 @@ def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry
     if rosters:
         start = time.perf_counter()
         roster = decode(rosters[0]) or {}
-        make_roster(unpack(roster["roster"], size), tuple(roster["addresses"]), roster["port"])
+        unpack(roster["roster"])
         figures["unpack_s"] = time.perf_counter() - start
         figures |= {"roll_bytes": len(rosters[0]), "lost": callers.lost}
     pipe.send(figures)
@@ -215,8 +216,7 @@ def serve(size: int, port: int) -> None:
 def gathered(arm: str, size: int) -> Figures:
     """Run rank 0 and simulated ranks; return the seconds until the last one has finished."""
     key, common = secrets.token_hex(8), make_entry()
-    own = crowd.entry(0, size, common)
-    hosts = tuple(own["world"]["hosts"])
+    own, hosts = crowd.entry(0, common), crowd.host_names(size)
     world = World(0, size, 0, crowd.PER_HOST, 0, len(hosts), hosts, "slurm")
     point = RendezvousPoint(key, hosts[0], LOOPBACK, simulated=True)
     port = ports(point)[0]

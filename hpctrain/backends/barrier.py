@@ -113,7 +113,7 @@ def _receive_missing(store: Store, rank: int, timeout: float) -> str:
 
 def host_of(rendezvous: Rendezvous, rank: int) -> str:
     """Return the name of a rank's host."""
-    return rendezvous.roster.hosts[rendezvous.roster.host_of_rank[rank]]
+    return rendezvous.roster.host(rank)
 
 
 def named(rendezvous: Rendezvous, ranks: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from hpctrain.launch.containers import apptainer
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
-from hpctrain.rendezvous import Rendezvous, Roster, meet, shared_errors
+from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
 __all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
 
@@ -186,8 +186,11 @@ def _print(line: str) -> None:
     write_stderr(f"hpctrain: {line}\n")
 
 
-def _check_nproc(roster: Roster) -> None:
+def _check_nproc(roster: Roster) -> Answer:
     """Check whether all hosts of a start have the same number or list of ranks.
+
+    Returns:
+        The GPUs of each host, and the ports of the stores on the first one.
 
     Raises:
         ContradictionError: two hosts differ.
@@ -203,6 +206,7 @@ def _check_nproc(roster: Roster) -> None:
                 "--nproc-per-node 2,1 on both, for two ranks on the first host and one on the "
                 "second",
             )
+    return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 
 def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, str]) -> End:
@@ -216,7 +220,7 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
             "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N SCRIPT",
             "srun hpctrain run SCRIPT",
         )
-    counts = rank_environment.layout(plan.nproc, [entry["gpus"] for entry in roster.entries])
+    counts = rank_environment.layout(plan.nproc, met.shared["gpus"])
     here = counts[world.rank]
     share = max(1, cores.available(env) // here)
     connection = rank_environment.Connection(
@@ -224,7 +228,7 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
         main_address=roster.addresses[0],
         own_address=roster.addresses[world.rank],
         secret=env.get(env_vars.SECRET) or met.nonce,
-        ports=tuple(roster.entries[0]["ports"]),
+        ports=tuple(met.shared["ports"]),
         restarts=plan.attempt,
     )
     environs = rank_environment.environs_of_host(world, counts, env, connection, share)
@@ -239,7 +243,7 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
     with staged(Staging(*plan.staging), name, env) as (own, folder):
         command = list(plan.command)
         if plan.container:
-            gpus = roster.entries[world.rank]["gpus"] > 0
+            gpus = met.shared["gpus"][world.rank] > 0
             inside = {**env, **own}
             command = apptainer(command, plan.container, gpus, folder or os.getcwd(), inside)
         outcome = supervisor.run(

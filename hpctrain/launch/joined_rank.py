@@ -14,7 +14,7 @@ from hpctrain.launch.rank_environment import Connection, of_rank
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.rank_processes import no_program
 from hpctrain.launch.stores import Stores
-from hpctrain.rendezvous import meet
+from hpctrain.rendezvous import Answer, Roster, meet
 
 __all__ = ["join"]
 
@@ -40,7 +40,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     entry = {"ports": stores.ports if stores else None}
     point = start.rendezvous_point
     mistake = start.stray or start.waste
-    met = meet(start.world, point, entry, _START_SECONDS, _print, mistake, option="")
+    met = meet(start.world, point, entry, _START_SECONDS, _print, mistake, check=_ports, option="")
     if met.listener is not None:
         met.listener.close()
     world, roster = met.world, met.roster
@@ -50,7 +50,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
         main_address=roster.addresses[0],
         own_address=roster.addresses[world.rank],
         secret=point.secret or met.nonce,
-        ports=tuple(roster.entries[0]["ports"]),
+        ports=tuple(met.shared),
     )
     environ = {**env, **of_rank(world, counts, connection, env)}
     # Under mpirun, a person may have chosen MPI for Horovod.
@@ -61,6 +61,11 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
         os.execvpe(command[0], list(command), environ)  # noqa: S606
     except OSError as error:
         raise no_program(command[0], error) from None
+
+
+def _ports(roster: Roster) -> Answer:
+    """Return the ports of the stores, which rank 0 has chosen, for all ranks."""
+    return Answer(shared=roster.entries[0]["ports"])
 
 
 def _print(line: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.process.logging import logger
 
-__all__ = ["Threads"]
+__all__ = ["Threads", "divide"]
 
 # Variables with which the user or the launcher sets the number of threads.
 _DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -45,34 +45,18 @@ class Threads:
         """Return the values for the other ranks."""
         return {"cores": f"{self.cores:x}", "threads": self.decided}
 
-    def fit(
-        self,
-        entries: Sequence[Mapping[str, Any]],
-        host_of_rank: Sequence[int],
-        rank: int,
-        workers: int | str,
-    ) -> int:
-        """Divide shared cores among the ranks, and warn if there are too few cores.
+    def fit(self, share: int, workers: int | str) -> int:
+        """Use no more threads than cores, and return the number of loader processes of this rank.
 
         A number of threads set in the environment is kept. By default torch uses one thread for
         each available core, so ranks on the same cores would start too many threads.
 
         Args:
-            entries: values of `entry`, by rank.
-            host_of_rank: index of the host, by rank.
-            rank: this rank; rank 0 logs for all ranks.
+            share: number of cores of this rank, from `divide`.
             workers: number of loader processes of each rank; "auto" leaves one core for the rank.
-
-        Returns:
-            The number of loader processes of this rank.
         """
-        shares = _shares(entries, host_of_rank)
-        share = shares[rank]
         if self.decided is None and share < self.cores.bit_count():
             torch.set_num_threads(min(share, self.before))
-        if rank == 0:
-            _log_threads(entries, shares)
-            _warn_about_cores(entries, shares, 0 if isinstance(workers, str) else workers)
         return min(max(share - 1, 1), _MOST_WORKERS) if isinstance(workers, str) else workers
 
     def put_back(self) -> None:
@@ -80,16 +64,29 @@ class Threads:
         torch.set_num_threads(self.before)
 
 
-def _shares(entries: Sequence[Mapping[str, Any]], host_of_rank: Sequence[int]) -> list[int]:
-    """Return each rank's number of cores, divided among the ranks that share them."""
+def divide(
+    entries: Sequence[Mapping[str, Any]], host_of_rank: Sequence[int], workers: int | str
+) -> list[int]:
+    """Return each rank's number of cores, divided among the ranks that share them.
+
+    Rank 0 calls it for all ranks, and warns if there are too few cores.
+
+    Args:
+        entries: values of `Threads.entry`, by rank.
+        host_of_rank: index of the host, by rank.
+        workers: as for `Threads.fit`.
+    """
     on_host: dict[int, Counter[int]] = defaultdict(Counter)
     cores = [int(entry["cores"], 16) for entry in entries]
     for host, mask in zip(host_of_rank, cores, strict=True):
         on_host[host][mask] += 1
-    return [
+    shares = [
         max(1, mask.bit_count() // sum(n for other, n in on_host[host].items() if other & mask))
         for host, mask in zip(host_of_rank, cores, strict=True)
     ]
+    _log_threads(entries, shares)
+    _warn_about_cores(entries, shares, 0 if isinstance(workers, str) else workers)
+    return shares
 
 
 def _log_threads(entries: Sequence[Mapping[str, Any]], shares: Sequence[int]) -> None:

@@ -3,28 +3,31 @@
 Rank 0 listens on the first free of a few ports that are derived from the start's key. The other
 ranks try these ports, on rank 0's host or on all hosts where rank 0 may run, until one answers with
 the proof that it belongs to this start. Then they send their entries. If no host is known, rank 0
-publishes its addresses in a key-value store. When all ranks are connected, rank 0 sends the roster
-to each, with the address and port of a second socket that it has bound for the backend's store.
-The ranks begin when all of them have confirmed the roster.
+publishes its addresses in a key-value store. When all ranks are connected, rank 0 compares their
+entries, and sends to each the hosts of all ranks, with the address and port of a second socket that
+it has bound for the backend's store. The ranks begin when all of them have confirmed this roster.
 
 The messages are lines of JSON:
 
     rank → rank 0   {"start": …, "challenge": …}
     rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: the right server
-    rank → rank 0   {"proof": …, "hello": "[rank, world size, entry]"}
-    rank 0 → rank   {"proof": …} {"roster": …, "addresses": […], "port": …, "nonce": …}
+    rank → rank 0   {"proof": …, "hello": "[rank, world size, entry, objects of the entry]"}
+    rank 0 → rank   {"proof": …, "own": …} {"roster": …, "nonce": …}
     rank → rank 0   {"received": …}
     rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
                     {"proof": …} {"error": [code, found, expected, fix…], "exit_code": …}
 
-`messages.Credentials` describes the proofs.
+`messages.Credentials` describes the proofs. The entries stay on rank 0. The line with the roster is
+the same for all ranks, and short (`roster.pack`), so rank 0 sends some hundred bytes to each rank,
+whatever their number. The caller's `check` decides what the ranks are told of the entries: a value
+for all of them, and one for each.
 """
 
 import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,20 @@ from hpctrain.rendezvous.addresses import LOOPBACK, ports
 from hpctrain.rendezvous.client import RendezvousClient
 from hpctrain.rendezvous.interfaces import address_on
 from hpctrain.rendezvous.key_value_store import KeyValueStore
-from hpctrain.rendezvous.messages import GRACE_SECONDS, Announce, Clock, Credentials, Entry
-from hpctrain.rendezvous.roster import Roster, make_roster
+from hpctrain.rendezvous.messages import (
+    GRACE_SECONDS,
+    Announce,
+    Clock,
+    Credentials,
+    Entry,
+    Participant,
+    hello,
+    read_hello,
+)
+from hpctrain.rendezvous.roster import Answer, Roster, make_roster
 from hpctrain.rendezvous.server import RendezvousServer
 
-__all__ = ["KeyValueStore", "Rendezvous", "Roster", "meet", "ports"]
+__all__ = ["Answer", "KeyValueStore", "Rendezvous", "Roster", "meet", "ports"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class Rendezvous:
     Attributes:
         world: place of this rank, with all fields set.
         roster: all ranks, with their hosts and addresses.
+        shared: what `check` has answered for all ranks.
+        own: what it has answered for this rank.
         nonce: prefix for the keys that these ranks exchange; no other start has the same one.
         listener: bound, listening socket with port `roster.port`, owned by the backend; set on
             rank 0 of several ranks, None elsewhere.
@@ -58,6 +72,8 @@ class Rendezvous:
 
     world: World
     roster: Roster
+    shared: Any
+    own: Any
     nonce: str
     listener: socket.socket | None = None
     store: KeyValueStore | None = None
@@ -71,7 +87,7 @@ def meet(
     announce: Announce = lambda _: None,
     error: HpctrainError | None = None,
     *,
-    check: Callable[[Roster], None] = lambda _: None,
+    check: Callable[[Roster], Answer | None] = lambda _: None,
     store: KeyValueStore | None = None,
     folder: Path | None = None,
     noun: str = "rank",
@@ -83,15 +99,15 @@ def meet(
     Args:
         world: place of this rank, from its launcher.
         point: rendezvous point, from the launcher.
-        entry: data about this rank for all other ranks; JSON values.
+        entry: data about this rank for `check`; JSON values.
         timeout: seconds to wait for all ranks, at most `launchers.LONGEST_TIMEOUT`. After that
             the start fails with an error that names the missing ranks. The other ranks wait some
             seconds longer, so that rank 0 can send them this error.
         announce: function called with a status line for the user when waiting takes long.
         error: error that this rank found before the rendezvous. It is sent to all ranks, and all
             of them raise it, so that no rank waits for one that cannot train.
-        check: function that rank 0 calls with the roster before it sends the roster. If it raises
-            an error, all ranks raise it.
+        check: function that rank 0 calls with the roster before it sends the roster; it returns
+            what the ranks are told of the entries. If it raises an error, all ranks raise it.
         store: the launcher's own store, in which rank 0 can publish its addresses.
         folder: folder on a file system that all hosts share. If nothing else leads to rank 0, it
             publishes its addresses in a file there during the rendezvous.
@@ -108,43 +124,39 @@ def meet(
         address = address_on(point.interface) if point.interface else None
     except UsageError as mistake:
         address, error = None, error or mistake
-    entry = {**entry, "host": point.host, "pid": os.getpid(), "world": _places(world)}
-    # Two containers may have the same host name and pid.
-    entry["process"] = Credentials.challenge()
-    entry["address"] = None if world.on_one_host else address
+    # Two containers may have the same host name and pid, but not this challenge.
+    own = {"host": point.host, "pid": os.getpid(), "process": Credentials.challenge()}
+    own |= {"world": _place(world), "address": None if world.on_one_host else address}
     if error is not None:
-        entry["error"] = list(error.args)
-        entry["exit_code"] = error.exit_code
-    credentials = Credentials(point.key, point.secret)
+        own |= {"error": list(error.args), "exit_code": error.exit_code}
+    text = hello(world.rank, world.world_size, own, entry)
     listener = None
     if world.world_size == 1:
-        roster, nonce = make_roster((entry,), (LOOPBACK,), 0), Credentials.challenge()
-        check(roster)
+        roster = replace(make_roster((read_hello(text, {})[2],)), addresses=(LOOPBACK,))
+        answer, nonce = check(roster) or Answer(), Credentials.challenge()
+        shared, mine = answer.shared, answer.of(0)
     else:
         kv_store = (
             None if world.on_one_host else key_value_store.choose(world, point, store, folder)
         )
+        credentials = Credentials(point.key, point.secret)
+        patience = timeout + GRACE_SECONDS if world.rank else timeout
+        participant = Participant(
+            world, point, credentials, text, kv_store, patience, announce, noun, option, clock
+        )
         if world.rank == 0:
-            server = RendezvousServer(
-                world, point, credentials, entry, kv_store, timeout, announce, check, noun, option,
-                clock,
-            )  # fmt: skip
-            roster, nonce, listener = server.gather()
+            server = RendezvousServer(participant, check)
+            roster, shared, mine, nonce, listener = server.gather()
         else:
-            patience = timeout + GRACE_SECONDS
-            client = RendezvousClient(
-                world, point, credentials, entry, kv_store, patience, announce, noun, clock
-            )
-            roster, nonce = client.join()
+            roster, shared, mine, nonce = RendezvousClient(participant).join()
     completed = world.completed(roster.hosts, roster.host_of_rank)
-    return Rendezvous(completed, roster, nonce, listener, store)
+    return Rendezvous(completed, roster, shared, mine, nonce, listener, store)
 
 
-def _places(world: World) -> dict[str, Any]:
+def _place(world: World) -> dict[str, Any]:
     return {
         "local_rank": world.local_rank,
         "node_rank": world.node_rank,
-        # A list, as in JSON, so that all rosters are equal. Only rank 0 sends it.
-        "hosts": list(world.hosts) if world.hosts and world.rank == 0 else None,
-        "launcher": world.launcher,
+        # Only rank 0 sends them.
+        "hosts": world.hosts if world.rank == 0 else None,
     }

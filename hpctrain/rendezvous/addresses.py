@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.world import World
 
-__all__ = ["LOOPBACK", "Names", "candidate_hosts", "ports"]
+__all__ = ["LOOPBACK", "Names", "candidate_hosts", "listen", "ports"]
 
 # Below the ephemeral ranges of Linux (from 32768) and of IANA, above the well-known ports.
 _PORT_RANGE = range(20000, 32000)
@@ -33,6 +33,42 @@ def candidate_hosts(world: World, point: RendezvousPoint) -> tuple[str, ...]:
         return (LOOPBACK,)  # no other host has to reach rank 0
     likely = (point.address,) if point.address else ()
     return tuple(dict.fromkeys((*likely, *point.others)))
+
+
+def listen(
+    hosts: Sequence[str], candidates: Sequence[int]
+) -> tuple[socket.socket | None, list[tuple[str, int]], str]:
+    """Open a socket on the first free port, for this host alone if that is enough.
+
+    Args:
+        hosts: hosts on which the other ranks look for rank 0.
+        candidates: ports to try, in order.
+
+    Returns:
+        the socket, or None if no port is free; the places that are in use; and the error of the
+        last one.
+    """
+    error_text = ""
+    alone = len(hosts) == 1 and is_loopback(hosts[0])
+    taken = []
+    for port in candidates:
+        try:
+            if alone:
+                family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
+                server = socket.create_server((hosts[0], port), family=family, backlog=4096)
+            elif socket.has_dualstack_ipv6():
+                server = socket.create_server(
+                    ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+                )
+            else:
+                server = socket.create_server(("", port), backlog=4096)
+        except OSError as error:
+            error_text = str(error)
+            taken.append((hosts[0] if alone else LOOPBACK, port))
+            continue
+        server.setblocking(False)
+        return server, taken, error_text
+    return None, taken, error_text
 
 
 class Names:

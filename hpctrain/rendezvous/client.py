@@ -1,34 +1,28 @@
 """The client side of the rendezvous, on ranks above 0: find rank 0 and wait for the roster."""
 
+import errno
 import hashlib
 import ipaddress
 import json
-import selectors
 from collections import deque
-from typing import Any, BinaryIO
+from collections.abc import Generator
+from functools import partial
+from typing import Any
 
 from hpctrain.cluster import env_vars
-from hpctrain.cluster.launchers.base import RendezvousPoint
-from hpctrain.cluster.world import World
-from hpctrain.errors import RankMissingError, StartError, UsageError, repeated
+from hpctrain.errors import HpctrainError, RankMissingError, StartError, UsageError, repeated
 from hpctrain.rendezvous.addresses import Names, candidate_hosts, ports
-from hpctrain.rendezvous.key_value_store import KeyValueStore
+from hpctrain.rendezvous.connections import Connection, Connections, Conversation, greet
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
-    LONGEST_GREETING,
     LONGEST_LINE,
     STATUS_SECONDS,
-    Announce,
-    Clock,
-    Credentials,
-    Entry,
+    Participant,
     decode,
     encode,
     keep_alive,
-    unpack,
 )
-from hpctrain.rendezvous.probe import Probe
-from hpctrain.rendezvous.roster import Roster, make_roster
+from hpctrain.rendezvous.roster import Roster, unpack
 
 __all__ = ["RendezvousClient"]
 
@@ -37,169 +31,134 @@ __all__ = ["RendezvousClient"]
 _ATTEMPTS = 16
 _ATTEMPT_SECONDS = 20.0
 _CROWDED_SECONDS = 1.0  # minimum time for the oldest of them when all are in use
-# Pause after a refused connection, as many ranks may try many hosts.
+# Pause after each attempt where many ranks may try many hosts, and what many addresses are.
 _BRAKE_SECONDS = 0.002
 _FEW_ADDRESSES = 8
 # Time for a connection before the next one is tried in parallel ("Happy Eyeballs", RFC 8305).
 _HEAD_START_SECONDS = 0.05
-_PAUSES = (0.005, 0.5)  # between two rounds of all places: first and longest pause
+_PAUSES = (0.001, 0.5)  # between two rounds of all places: first and longest pause
 # Minimum wait even if no name resolves: name servers fail under the queries of a large start.
 _MIN_WAIT_SECONDS = 10.0
 _STORE_SECONDS = (0.1, 2.0)  # between two reads of the store: before a value is there, and after
+
+Place = tuple[str, int]
 
 
 class RendezvousClient:
     """The client of the rendezvous on a rank above 0.
 
     Args:
-        world, point: place of this rank and rendezvous point, from its launcher.
-        credentials: credentials of this start.
-        entry: data about this rank for all other ranks.
-        store: key-value store in which rank 0 publishes its addresses, or None.
-        timeout: seconds until the client gives up.
-        announce: function called with a status line for the user when waiting takes long.
-        noun: what a rank is called in texts.
-        clock: clock in seconds, for every time-out.
+        own: this rank.
     """
 
-    def __init__(
-        self,
-        world: World,
-        point: RendezvousPoint,
-        credentials: Credentials,
-        entry: Entry,
-        store: KeyValueStore | None,
-        timeout: float,
-        announce: Announce,
-        noun: str,
-        clock: Clock,
-    ) -> None:
-        self.world = world
-        self.noun = noun
-        self.credentials = credentials
-        self.entry = entry
-        self.store = store
-        self.timeout = timeout
-        self.announce = announce
-        self.clock = clock
-        self.hosts = candidate_hosts(world, point)
-        self.names = Names(point.host, point.simulated or bool(world.on_one_host))
-        self.ports = ports(point)
-        self.selector = selectors.DefaultSelector()
-        self.attempts: dict[tuple[str, int], Probe] = {}
-        self.answers: dict[tuple[str, int], str] = {}
-        self.round = 0
+    def __init__(self, own: Participant) -> None:
+        self.own, self.clock = own, own.clock
+        self.hosts = candidate_hosts(own.world, own.point)
+        self.names = Names(own.point.host, own.point.simulated or bool(own.world.on_one_host))
+        self.ports = ports(own.point)
+        self.connections = Connections(own.clock)
+        self.attempts: dict[Place, Connection] = {}
+        self.answers: dict[Place, str] = {}
+        self.server: Connection | None = None  # the connection to rank 0
+        self.outcome: tuple[Roster, Any, Any, str] | HpctrainError | None = None
         self.lost_connection = ""  # how the last connection to rank 0 was lost
-        self.published: list[tuple[str, int]] = []
-        self.next_read = self.next_try = 0.0
+        self.occupied = False  # whether another program has answered
+        self.published: list[Place] = []
+        self.places: deque[Place] = deque()  # what is left to try in this round
+        self.round, self.pause = 0, _PAUSES[0]
+        self.next_read = self.next_round = self.next_try = 0.0
         self.began = self.clock()
-        self.deadline = self.began + timeout
+        self.deadline = self.began + own.timeout
         self.resolve_deadline = self.began + _MIN_WAIT_SECONDS
 
-    def join(self) -> tuple[Roster, str]:
-        """Find rank 0, and return the roster and the nonce of this start.
+    def join(self) -> tuple[Roster, Any, Any, str]:
+        """Find rank 0; return the roster, the answer for all and for this rank, and the nonce.
 
         Raises:
             RankMissingError: rank 0 cannot be found, or was lost.
             HpctrainError: the error that rank 0 sent.
         """
-        with self.selector:
-            while True:
-                probe, challenge = self._find()
-                with probe.connection:
-                    outcome = self._exchange(probe, challenge)
-                if outcome is not None:
-                    return outcome
-                # An earlier start may have answered just before its end. That is over soon.
-                self.deadline = min(self.deadline, self.clock() + _MIN_WAIT_SECONDS)
-
-    def _find(self) -> tuple[Probe, str]:
-        """Return a connection to rank 0, which has proved its identity, and its challenge."""
-        next_status = self.clock() + STATUS_SECONDS
-        pause, next_round = _PAUSES[0], 0.0
-        places: deque[tuple[str, int]] = deque()
+        next_status = self.began + STATUS_SECONDS
         try:
-            while (now := self.clock()) < self.deadline:
-                if not places and now >= next_round:
-                    places.extend(self._places())
-                    # Many ranks may try many hosts.
-                    next_round = now + pause * max(1.0, len(places) / 128)
-                    pause = min(2 * pause, _PAUSES[1])
-                room = self._has_room(now)
-                if places and room and now >= self.next_try:
-                    self._try(places.popleft())
-                wake = next_round
-                if places:
-                    wake = self.next_try if room else now + _HEAD_START_SECONDS
-                wait = max(0.0, min(wake, self.deadline) - self.clock())
-                for key, _ in self.selector.select(wait):
-                    found = self._continue(key.data)
-                    if found is not None:
-                        return found
-                self._drop_old()
-                if now > next_status:
-                    self.announce(
-                        f"{self.noun} {self.world.rank} looks for {self.noun} 0: "
-                        f"{self._describe_attempts()}"
-                    )
-                    next_status = now + STATUS_SECONDS
-                if not self.attempts and self.names.wrong and now > self.resolve_deadline:
-                    break
+            while self.outcome is None:
+                now = self.clock()
+                hopeless = not self.attempts and self.names.wrong and now > self.resolve_deadline
+                if now >= self.deadline or (self.server is None and hopeless):
+                    raise self._not_found()
+                wake = self.deadline
+                if self.server is None:
+                    wake = min(self._search(now), wake)
+                    if now > next_status:
+                        self.own.announce(
+                            f"{self.own.noun} {self.own.world.rank} looks for {self.own.noun} 0: "
+                            f"{self._describe_attempts()}"
+                        )
+                        next_status = now + STATUS_SECONDS
+                self.connections.poll(wake - self.clock())
         finally:
-            for attempt in list(self.attempts.values()):
-                self._drop(attempt, self.answers.get(attempt.place, "no answer"))
-        raise self._not_found()
+            self.connections.close_all()
+        if isinstance(self.outcome, HpctrainError):
+            raise self.outcome
+        return self.outcome
 
-    def _places(self) -> list[tuple[str, int]]:
+    def _search(self, now: float) -> float:
+        """Try the next place if it is time for it, and return the time of the next step."""
+        for place, attempt in list(self.attempts.items()):
+            if attempt.began < now - _ATTEMPT_SECONDS:
+                self._drop(place)
+        if not self.places and now >= self.next_round:
+            self.places.extend(self._next_places())
+            # Many ranks may try many hosts.
+            self.next_round = now + self.pause * max(1.0, len(self.places) / 128)
+            self.pause = min(2 * self.pause, _PAUSES[1])
+        while self.places and self._has_room(now) and now >= self.next_try:
+            self._try(self.places.popleft())
+        if not self.places:
+            return self.next_round
+        return self.next_try if self._has_room(now) else now + _HEAD_START_SECONDS
+
+    def _next_places(self) -> list[Place]:
         """Return the places to try next: those in the store, then all hosts port by port."""
-        if self.store is not None and self.clock() >= self.next_read:
+        if self.own.store is not None and self.clock() >= self.next_read:
             self._read_store()
         found = [address for _, address in self.names.resolve(self.hosts)]
-        if found or self.store is not None:
+        if found or self.own.store is not None:
             self.resolve_deadline = self.clock() + _MIN_WAIT_SECONDS
         ports = self.ports
-        if len(found) > _FEW_ADDRESSES and len(ports) > 1:
-            # Rank 0 nearly always gets the first port: try it in each round, the others in turn.
-            self.round += 1
+        # Rank 0 nearly always gets the first port: try it in each round, and the others in turn
+        # unless another program seems to hold it.
+        all_ports = len(found) <= _FEW_ADDRESSES and (self.occupied or self.attempts)
+        if len(ports) > 1 and not all_ports:
             ports = [ports[0], ports[1 + self.round % (len(ports) - 1)]]
+        self.round += 1
         every = [*self.published, *((address, port) for port in ports for address in found)]
         return [place for place in dict.fromkeys(every) if place not in self.attempts]
 
     def _read_store(self) -> None:
         """Read rank 0's addresses from the key-value store."""
-        assert self.store is not None
-        value = decode(self.store.read(self.credentials.start) or b"")
+        assert self.own.store is not None
+        value = decode(self.own.store.read(self.own.credentials.start) or b"")
         try:
             self.published = _published_places(value) if value else []
         except (KeyError, TypeError, ValueError):
             self.published = []  # a value of another program, or an incomplete one
         self.next_read = self.clock() + _STORE_SECONDS[bool(self.published)]
 
-    def _try(self, place: tuple[str, int]) -> None:
+    def _try(self, place: Place) -> None:
         """Begin to connect to a place."""
-        try:
-            attempt = Probe(place, self.credentials, self.clock)
-        except OSError as error:
-            self.answers[place] = error.strerror or str(error)
-            self.next_try = self.clock() + _BRAKE_SECONDS
-            return
-        self.attempts[place] = attempt
-        self.selector.register(attempt.connection, attempt.awaits, attempt)
         self.next_try = self.clock() + _HEAD_START_SECONDS
-
-    def _continue(self, attempt: Probe) -> tuple[Probe, str] | None:
-        """Continue an attempt; return it with the challenge if it leads to rank 0."""
         try:
-            challenge = attempt.advance()
+            self.attempts[place] = self.connections.connect(place, partial(self._converse, place))
         except OSError as error:
-            self._drop(attempt, error.strerror or str(error))
-            return None
-        if challenge is None:
-            self.selector.modify(attempt.connection, attempt.awaits, attempt)
-            return None
-        self.selector.unregister(attempt.connection)
-        del self.attempts[attempt.place]
-        return attempt, challenge
+            self._note(place, error)
+
+    def _note(self, place: Place, error: OSError) -> None:
+        """Note how an attempt has ended, and let the next one begin."""
+        self.attempts.pop(place, None)
+        self.answers[place] = error.strerror or str(error)
+        self.occupied |= error.errno != errno.ECONNREFUSED
+        many = len(self.places) > 2 * _FEW_ADDRESSES
+        self.next_try = self.clock() + (_BRAKE_SECONDS if many else 0.0)
 
     def _has_room(self, now: float) -> bool:
         """Check whether one more connection may begin; drop an old one that gets no answer.
@@ -207,61 +166,68 @@ class RendezvousClient:
         The dropped place is tried again in the next round.
         """
         if len(self.attempts) >= _ATTEMPTS:
-            oldest = next(iter(self.attempts.values()))
+            place, oldest = next(iter(self.attempts.items()))
             if now - oldest.began > _CROWDED_SECONDS:
-                self._drop(oldest, "no answer")
+                self._drop(place)
         return len(self.attempts) < _ATTEMPTS
 
-    def _drop_old(self) -> None:
-        limit = self.clock() - _ATTEMPT_SECONDS
-        for attempt in [probe for probe in self.attempts.values() if probe.began < limit]:
-            self._drop(attempt, "no answer")
+    def _drop(self, place: Place) -> None:
+        self.connections.close(self.attempts[place], OSError(errno.ETIMEDOUT, "no answer"))
 
-    def _drop(self, attempt: Probe, reason: str) -> None:
-        self.answers[attempt.place] = reason
-        self.selector.unregister(attempt.connection)
-        attempt.connection.close()
-        del self.attempts[attempt.place]
-        self.next_try = self.clock() + _BRAKE_SECONDS
-
-    def _exchange(self, probe: Probe, challenge: str) -> tuple[Roster, str] | None:
-        """Send this rank's entry and wait for the roster; return None if the connection is lost."""
-        connection, peer = probe.connection, probe.place[0]
-        hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
-        proof = self.credentials.proof("client", challenge, hello)
+    def _converse(self, place: Place, connection: Connection) -> Conversation:
+        """Find out whether rank 0 is at a place; if so, join it."""
         try:
-            keep_alive(connection)
-            connection.settimeout(GRACE_SECONDS)
-            connection.sendall(encode({"proof": proof, "hello": hello}))
-            # Rank 0 may wait so long for other ranks. Keep-alive ends the connection if it is lost.
-            connection.settimeout(self.timeout + 2 * GRACE_SECONDS)
-            with connection.makefile("rb") as reader:
-                roster = last = self._read(reader, probe.challenge + challenge)
-                if roster is not None and "roster" in roster:
-                    connection.sendall(encode({"received": self.world.rank}))
-                    last = self._read(reader, probe.challenge + challenge)
+            challenge = yield from greet(self.connections, connection, self.own.credentials)
         except OSError as error:
-            self.lost_connection = f"{peer} answered, then was lost: {error.strerror or error}"
-            return None
-        if roster is None or last is None:
-            self.lost_connection = f"{peer} answered, then closed the connection"
-            return None
+            self._note(place, error)
+            raise
+        del self.attempts[place]
+        self.server = connection
+        for other in list(self.attempts.values()):
+            self.connections.close(other)
+        self.attempts.clear()
+        # Rank 0 may wait so long for other ranks. Keep-alive ends the connection if it is lost.
+        self.deadline = self.clock() + self.own.timeout + 2 * GRACE_SECONDS
+        try:
+            yield from self._join(connection, challenge)
+        except OSError as error:
+            reason = error.strerror or error
+            self.lost_connection = f"{place[0]} answered, then was lost: {reason}"
+            self.server, self.next_round = None, self.clock() + _HEAD_START_SECONDS
+            # An earlier start may have answered just before its end. That is over soon.
+            self.deadline = min(self.deadline, self.clock() + _MIN_WAIT_SECONDS)
+            raise
+
+    def _join(self, connection: Connection, challenge: str) -> Conversation:
+        """Send this rank's entry, confirm the roster, and wait for the begin or an error."""
+        proof = self.own.credentials.proof("client", challenge, self.own.hello)
+        keep_alive(connection.socket)
+        self.connections.send(connection, encode({"proof": proof, "hello": self.own.hello}))
+        message, own = last, _ = yield from self._message(connection)
+        if "roster" in message:
+            self.connections.send(connection, encode({"received": self.own.world.rank}))
+            last, _ = yield from self._message(connection)
         if "error" in last:
             wrong_use = last["exit_code"] == UsageError.exit_code
             kind = UsageError if wrong_use else StartError
-            raise repeated(kind.__name__, *last["error"])
-        entries = unpack(roster["roster"], self.world.world_size)
-        addresses, port = tuple(roster["addresses"]), roster["port"]
-        return make_roster(entries, addresses, port, self.noun), roster["nonce"]
+            self.outcome = repeated(kind.__name__, *last["error"])
+        else:
+            self.outcome = *unpack(message["roster"]), json.loads(own), message["nonce"]
 
-    def _read(self, reader: BinaryIO, challenges: str) -> dict[str, Any] | None:
-        """Return a message of rank 0; None if there is none, or its proof is wrong."""
-        proof = (decode(reader.readline(LONGEST_GREETING)) or {}).get("proof")
-        line = reader.readline(LONGEST_LINE)
-        digest = hashlib.sha256(line).hexdigest()
-        return (
-            decode(line) if self.credentials.proves(proof, "message", challenges, digest) else None
-        )
+    def _message(self, connection: Connection) -> Generator[int, bytes, tuple[dict[str, Any], str]]:
+        """Return a message of rank 0, and the value that it has for this rank alone.
+
+        Raises:
+            OSError: its proof is wrong.
+        """
+        head = decode((yield LONGEST_LINE))
+        line = yield LONGEST_LINE
+        own = str(head.get("own", ""))
+        text = hashlib.sha256(line).hexdigest() + own
+        challenges = connection.challenges
+        if not self.own.credentials.proves(head.get("proof"), "message", challenges, text):
+            raise OSError(errno.EBADMSG, "a message without a valid proof")
+        return decode(line), own
 
     def _describe_attempts(self) -> str:
         """Describe the result of the last attempt at each address."""
@@ -277,25 +243,25 @@ class RendezvousClient:
             where = f"{name} = " if name != address else ""
             more = ", …" if len(at) > 3 else ""
             parts.append(f"{where}{text} (port{'s' * (len(at) > 1)} {', '.join(at[:3])}{more})")
-        if self.store is not None and not self.published:
-            parts.append(f"no address in {self.store.where}")
+        if self.own.store is not None and not self.published:
+            parts.append(f"no address in {self.own.store.where}")
         return "; ".join(parts) or "no answer yet"
 
     def _not_found(self) -> RankMissingError:
-        waited = self.clock() - self.began
+        waited, noun = self.clock() - self.began, self.own.noun
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
         return RankMissingError(
             "HT202",
-            f"{self.noun} {self.world.rank} on {self.entry['host']} did not find {self.noun} 0"
+            f"{noun} {self.own.world.rank} on {self.own.point.host} did not find {noun} 0"
             + (f" at {where}" if where else "")
             + f" within {waited:.0f} s ({self._describe_attempts()})",
-            f"{self.noun} 0 listening there",
-            f"look for the first error in the log of {self.noun} 0",
+            f"{noun} 0 listening there",
+            f"look for the first error in the log of {noun} 0",
             f"if it is on another host or has another name: export {env_vars.MAIN_ADDRESS}=HOST",
         )
 
 
-def _published_places(value: dict[str, Any]) -> list[tuple[str, int]]:
+def _published_places(value: dict[str, Any]) -> list[Place]:
     """Return the addresses and ports that rank 0 has published.
 
     Raises:

@@ -5,9 +5,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from operator import itemgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda or torch.version.hip,
             "nccl": _nccl() if cuda else None,
-            "horovod": _version("horovod"),
+            "horovod": _version("horovod") if settings.get("--backend") == "horovod" else None,
         },
         "settings": dict(settings),
         "command": _command(sys.argv),
@@ -121,28 +122,59 @@ def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> S
         hosts: host name of each rank, by rank.
     """
     ranks = _Ranks(entries, hosts)
-    found = [
-        *_shared_gpus(ranks),
-        *_versions(ranks),
-        *_settings(ranks),
-        *_program(ranks),
-        *_code_differs(ranks),
-    ]
+    found = [*_shared_gpus(ranks)]
+    for rule in _rules(ranks):
+        groups = ranks.by_value(rule.name, rule.value)
+        if rule.name == "code":
+            groups.pop(None, None)  # not imported there: a script may import by rank
+        if len(groups) > 1:
+            text = ranks.format_values(groups, rule.label)
+            found.append(Difference(rule.subject, text, rule.expected, rule.fixes, rule.code))
+    found += _other_commands(ranks)
     return sorted(found, key=lambda difference: not difference.wrong)
 
 
 class _Ranks:
-    """The entries of all ranks, with methods to group and format ranks."""
+    """The entries of all ranks, with methods to group and format ranks.
+
+    The rendezvous has made one object of the equal objects of all ranks. So each different object
+    is looked at once, not once for each rank that has it.
+    """
 
     def __init__(self, entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
-        self.entries = entries
-        self.hosts = hosts
+        self.entries, self.hosts = entries, hosts
+        self._grouped: dict[str, list[tuple[Any, list[int]]]] = {}
 
-    def by_value(self, value: Callable[[Mapping[str, Any]], Any]) -> dict[Any, list[int]]:
-        """Return the ranks that have each value, the value of rank 0 first."""
+    def grouped(self, name: str) -> list[tuple[Any, list[int]]]:
+        """Return the different objects under a name of the entries, with their ranks."""
+        if name not in self._grouped:
+            by_identity: dict[int, tuple[Any, list[int]]] = {}
+            for rank, entry in enumerate(self.entries):
+                value = entry[name]
+                by_identity.setdefault(id(value), (value, []))[1].append(rank)
+            self._grouped[name] = list(by_identity.values())
+        return self._grouped[name]
+
+    def objects(self, name: str) -> list[Any]:
+        """Return the different objects under a name of the entries."""
+        return [value for value, _ in self.grouped(name)]
+
+    def keys(self, name: str) -> dict[str, None]:
+        """Return all keys of the objects under a name of the entries."""
+        return dict.fromkeys(key for value in self.objects(name) for key in value)
+
+    def by_value(
+        self, name: str, of: Callable[[Any], Any] = lambda value: value
+    ) -> dict[Any, list[int]]:
+        """Return the ranks that have each value, the value of rank 0 first.
+
+        Args:
+            name: name in the entries.
+            of: function of what the entries have under that name.
+        """
         groups: dict[Any, list[int]] = {}
-        for rank, entry in enumerate(self.entries):
-            groups.setdefault(value(entry), []).append(rank)
+        for value, ranks in self.grouped(name):
+            groups.setdefault(of(value), []).extend(ranks)
         return groups
 
     def format_values(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
@@ -158,12 +190,78 @@ class _Ranks:
         return ranks_text(ranks, self.hosts)
 
 
-def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A value that all ranks should have alike.
+
+    Attributes:
+        subject, expected, fixes, code: as in `Difference`.
+        name: name in the entries.
+        value: function of what the entries have under that name.
+        label: text before the values.
+    """
+
+    subject: str
+    name: str
+    value: Callable[[Any], Any]
+    label: str
+    expected: str
+    fixes: tuple[str, ...]
+    code: str = ""
+
+
+# Whether different versions are an error, as messages between ranks fail; otherwise a warning.
+_VERSIONS = {
+    "hpctrain": True,
+    "torch": True,
+    "cuda": True,
+    "nccl": True,
+    "horovod": True,
+    "python": False,
+}
+
+
+def _rules(ranks: _Ranks) -> Iterator[_Rule]:
+    """Yield what has to be the same on all ranks.
+
+    Different scripts are an error: two programs in one step, each with its own rank 0, would share
+    one key. For commands, GPU models and network settings only the user can decide.
+    """
+    same_environment = (
+        "load the same environment on all hosts, in the batch script",
+        "put the environment where all hosts see it",
+    )
+    for name, wrong in _VERSIONS.items():
+        yield _Rule(
+            *(name, "versions", itemgetter(name), name, f"one version of {name}"),
+            *(same_environment, "HT208" if wrong else ""),
+        )
+    for name in ranks.keys("settings"):
+        affects = f"the same {name} on all ranks, as it affects the training"
+        one_line = ("one command line for all ranks",)
+        yield _Rule(name, "settings", methodcaller("get", name), name, affects, one_line, "HT209")
+    yield _Rule(
+        *("script", "command", itemgetter(0), "different scripts:", "one script for all ranks"),
+        ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET"),
+        "HT209",
+    )
+    one_kind = ("one kind: srun --constraint=…, --gpus=KIND:N",)
+    same = "the same on all ranks"
+    yield _Rule("gpu_name", "gpu_name", str, "GPUs of different kinds:", same, one_kind)
+    label, alike = "NCCL's and gloo's variables differ:", ("export them for all ranks alike",)
+    yield _Rule("network", "network", _without_interfaces, label, same, alike)
+    for name in ranks.keys("code"):
+        label, again = f"{name} differs: version", ("copy it again to where the ranks read it",)
+        same_code = "the same code on all ranks"
+        yield _Rule("code", "code", methodcaller("get", name), label, same_code, again)
+
+
+def _shared_gpus(ranks: _Ranks) -> Iterator[Difference]:
     """Find what no process can detect alone: two ranks on one GPU, or a GPU on some ranks only.
 
     Two ranks on one GPU are slow, and NCCL refuses them unless all ranks allow it.
     """
-    groups = ranks.by_value(lambda entry: entry["gpu"])
+    groups = ranks.by_value("gpu")
     without = groups.pop(None, [])
     cpu = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
     if without and groups:
@@ -175,7 +273,7 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
             ("run nvidia-smi on these hosts", cpu),
             "HT116",
         )
-    allowed = all(entry["network"].get(_MAY_SHARE) == "1" for entry in ranks.entries)
+    allowed = all(network.get(_MAY_SHARE) == "1" for network in ranks.objects("network"))
     for gpu, sharing in groups.items():
         if len(sharing) > 1:
             yield Difference(
@@ -187,57 +285,9 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
             )
 
 
-# Whether different versions are an error, as messages between ranks fail; otherwise a warning.
-_VERSIONS = {"hpctrain": True, "torch": True, "cuda": True, "nccl": True, "python": False}
-
-
-def _versions(ranks: _Ranks) -> Iterable[Difference]:
-    uses_horovod = any(entry["settings"].get("--backend") == "horovod" for entry in ranks.entries)
-    for name, wrong in {**_VERSIONS, "horovod": uses_horovod}.items():
-        groups = ranks.by_value(lambda entry, name=name: entry["versions"][name])  # type: ignore[misc]
-        if len(groups) > 1:
-            yield Difference(
-                name,
-                ranks.format_values(groups, name),
-                f"one version of {name}",
-                (
-                    "load the same environment on all hosts, in the batch script",
-                    "put the environment where all hosts see it",
-                ),
-                "HT208" if wrong else "",
-            )
-
-
-def _settings(ranks: _Ranks) -> Iterable[Difference]:
-    names = dict.fromkeys(name for entry in ranks.entries for name in entry["settings"])
-    for name in names:
-        groups = ranks.by_value(lambda entry, name=name: entry["settings"].get(name))  # type: ignore[misc]
-        if len(groups) > 1:
-            yield Difference(
-                name,
-                ranks.format_values(groups, name),
-                f"the same {name} on all ranks, as it affects the training",
-                ("one command line for all ranks",),
-                "HT209",
-            )
-
-
-def _program(ranks: _Ranks) -> Iterable[Difference]:
-    """Find differences in script, command, GPU model and network settings.
-
-    Different scripts are an error: two programs in one step, each with its own rank 0, would share
-    one key. For the rest, only the user can decide whether a difference is allowed.
-    """
-    groups = ranks.by_value(lambda entry: entry["command"][0])
-    if len(groups) > 1:
-        yield Difference(
-            "script",
-            ranks.format_values(groups, "different scripts:"),
-            "one script for all ranks",
-            ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET"),
-            "HT209",
-        )
-    groups = ranks.by_value(lambda entry: tuple(entry["command"]))
+def _other_commands(ranks: _Ranks) -> Iterator[Difference]:
+    """Find ranks with other arguments; the values of the arguments are not shown."""
+    groups = ranks.by_value("command", tuple)
     if len(groups) > 1:
         first, other = list(groups)[:2]
         yield Difference(
@@ -247,37 +297,11 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
             "one command line for all ranks",
             ("check how each rank is started",),
         )
-    for subject, name, fix in (
-        ("gpu_name", "GPUs of different kinds:", "one kind: srun --constraint=…, --gpus=KIND:N"),
-        ("network", "NCCL's and gloo's variables differ:", "export them for all ranks alike"),
-    ):
-        groups = ranks.by_value(lambda entry, subject=subject: _text(entry[subject]))  # type: ignore[misc]
-        if len(groups) > 1:
-            yield Difference(
-                subject, ranks.format_values(groups, name), "the same on all ranks", (fix,)
-            )
 
 
-def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
-    """Find files whose content differs between ranks, such as a stale copy on one host."""
-    names = dict.fromkeys(name for entry in ranks.entries for name in entry["code"])
-    for name in names:
-        groups = ranks.by_value(lambda entry, name=name: entry["code"].get(name))  # type: ignore[misc]
-        groups.pop(None, None)  # not imported there: a script may import by rank
-        if len(groups) > 1:
-            yield Difference(
-                "code",
-                ranks.format_values(groups, f"{name} differs: version"),
-                "the same code on all ranks",
-                ("copy it again to where the ranks read it",),
-            )
-
-
-def _text(value: object) -> str:
+def _without_interfaces(network: Mapping[str, str]) -> str:
     """Return a text to compare and show, without interface names, which may differ by host."""
-    if isinstance(value, Mapping):
-        value = {name: v for name, v in value.items() if not name.endswith("_IFNAME")}
-    return str(value)
+    return str({name: v for name, v in network.items() if not name.endswith("_IFNAME")})
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:

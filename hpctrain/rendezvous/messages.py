@@ -1,14 +1,17 @@
 """Messages of the rendezvous: lines of JSON, and the proof that a peer belongs to the start."""
 
-import base64
 import hashlib
 import hmac
 import json
 import secrets
 import socket
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from hpctrain.cluster.launchers.base import RendezvousPoint
+from hpctrain.cluster.world import World
+from hpctrain.rendezvous.key_value_store import KeyValueStore
 
 __all__ = [
     "GRACE_SECONDS",
@@ -20,14 +23,14 @@ __all__ = [
     "Clock",
     "Credentials",
     "Entry",
+    "Participant",
     "decode",
     "encode",
+    "hello",
     "keep_alive",
-    "pack",
-    "unpack",
+    "read_hello",
 ]
 
-# A roster of a million ranks would not fit; one of fifty thousand does.
 LONGEST_LINE = 1 << 26
 LONGEST_HELLO = 1 << 17
 LONGEST_GREETING = 1 << 10
@@ -57,7 +60,7 @@ class Credentials:
     def __init__(self, key: str, secret: str) -> None:
         #: Public name of the start.
         self.start = hashlib.sha256(_bytes(f"start/{key}")).hexdigest()[:32]
-        self._shared = hmac.new(_bytes(f"shared/{secret}"), _bytes(key), "sha256").digest()
+        self._shared = hmac.digest(_bytes(f"shared/{secret}"), _bytes(key), "sha256")
 
     @staticmethod
     def challenge() -> str:
@@ -74,7 +77,7 @@ class Credentials:
             text: text that the answer proves.
         """
         message = json.dumps([side, challenge, text]).encode()
-        return hmac.new(self._shared, message, "sha256").hexdigest()
+        return hmac.digest(self._shared, message, "sha256").hex()
 
     def proves(self, given: object, side: str, challenge: str, text: str = "") -> bool:
         """Check whether `given` is the answer that `proof` returns."""
@@ -82,9 +85,74 @@ class Credentials:
         return hmac.compare_digest(str(given).encode(errors="replace"), expected)
 
 
-def _bytes(text: str) -> bytes:
-    """Return the original bytes of a text from the environment, which may hold any bytes."""
-    return text.encode(errors="surrogateescape")
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """This rank, as it takes part in a rendezvous.
+
+    Attributes:
+        world, point: place of this rank and rendezvous point, from its launcher.
+        credentials: credentials of this start.
+        hello: text with which this rank introduces itself.
+        store: key-value store in which rank 0 publishes its addresses, or None.
+        timeout: seconds to wait for all ranks.
+        announce: function called with a status line for the user when waiting takes long.
+        noun: what a rank is called in texts.
+        option: option that sets `timeout`; empty without one.
+        clock: clock in seconds, for every time-out.
+    """
+
+    world: World
+    point: RendezvousPoint
+    credentials: Credentials
+    hello: str
+    store: KeyValueStore | None
+    timeout: float
+    announce: Announce
+    noun: str
+    option: str
+    clock: Clock
+
+
+def hello(rank: int, size: int, own: Entry, given: Entry) -> str:
+    """Return the text with which a rank introduces itself to rank 0.
+
+    Most ranks have the same objects in their entries. An object is a text of its own here, so that
+    rank 0 decodes and compares it once for all ranks that send the same one.
+
+    Args:
+        rank, size: rank of this process, and number of ranks.
+        own: values of the rendezvous.
+        given: values of its caller.
+    """
+    objects = {name: json.dumps(v) for name, v in given.items() if isinstance(v, dict | list)}
+    own = {name: value for name, value in given.items() if name not in objects} | own
+    return json.dumps([rank, size, own, objects])
+
+
+def read_hello(text: str, known: dict[str, Any]) -> tuple[int, int, Entry]:
+    """Return the rank, world size and entry from a text of `hello`.
+
+    Args:
+        text: text from a peer.
+        known: all objects read so far, by their texts; equal ones become one Python object.
+
+    Raises:
+        ValueError: the text has another format.
+    """
+    try:
+        rank, size, entry, objects = json.loads(text)
+        for name, of_object in objects.items():
+            if of_object not in known:
+                known[of_object] = json.loads(of_object)
+            entry[name] = known[of_object]
+        place = entry["world"]
+        whole = type(rank) is type(size) is type(place["local_rank"]) is int and 0 <= rank < size
+        if not whole or not {"host", "pid", "process", "address"} <= entry.keys():
+            raise ValueError(text)
+        entry["world"] = {"node_rank": None, "hosts": None, **place}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(text) from error
+    return rank, size, entry
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -92,13 +160,13 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
-    """Decode a message; return None if the line is not a message."""
+def decode(line: bytes) -> dict[str, Any]:
+    """Decode a message; return {} if the line is not a message."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -111,23 +179,6 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
-def pack(entries: Sequence[Entry]) -> str:
-    """Compress all entries, as each rank gets them; common values are stored once.
-
-    Returns:
-        text: zlib (RFC 1950) in base64 over JSON, `{name: [value]}` if all ranks have the same
-        value, else `{name: [value of rank 0, value of rank 1, …]}`.
-    """
-    names = dict.fromkeys(name for entry in entries for name in entry)
-    columns = {name: [entry.get(name) for entry in entries] for name in names}
-    common = {name: v[:1] if v.count(v[0]) == len(v) else v for name, v in columns.items()}
-    return base64.b64encode(zlib.compress(json.dumps(common).encode(), 1)).decode()
-
-
-def unpack(text: str, count: int) -> tuple[Entry, ...]:
-    """Return the `count` entries from a text of `pack`."""
-    columns = json.loads(zlib.decompress(base64.b64decode(text)))
-    return tuple(
-        {name: v[0] if len(v) == 1 else v[rank] for name, v in columns.items()}
-        for rank in range(count)
-    )
+def _bytes(text: str) -> bytes:
+    """Return the original bytes of a text from the environment, which may hold any bytes."""
+    return text.encode(errors="surrogateescape")

@@ -1,20 +1,28 @@
-"""The roster: the list of all ranks, and the check that they form a valid world."""
+"""The roster: all ranks and their hosts, the check that they form a valid world, and its text."""
 
+import base64
+import itertools
+import json
+import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.errors import ContradictionError, StartError, UsageError
 from hpctrain.rendezvous.messages import Entry
 
-__all__ = ["Roster", "make_roster"]
+__all__ = ["Answer", "Roster", "make_roster", "pack", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The list of all ranks after the rendezvous, the same on each rank.
+    """The list of all ranks after the rendezvous.
 
     Attributes:
-        entries: entry of each rank, by rank ("host", "pid", and the caller's keys).
+        entries: entry of each rank, by rank ("host", "pid", and the caller's keys). Only rank 0 has
+            them; the other ranks have none.
         addresses: address at which each rank's host is reached, by rank.
         hosts: names of the hosts, by node rank.
         host_of_rank: index of each rank's host in `hosts`, by rank.
@@ -27,14 +35,38 @@ class Roster:
     host_of_rank: tuple[int, ...]
     port: int
 
+    def host(self, rank: int) -> str:
+        """Return the name of a rank's host."""
+        return self.hosts[self.host_of_rank[rank]]
 
-def make_roster(
-    entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0, noun: str = "rank"
-) -> Roster:
-    """Build the roster from the entries of all ranks; the result is the same on every rank.
+    @property
+    def host_names(self) -> list[str]:
+        """Name of each rank's host, by rank."""
+        return [self.hosts[host] for host in self.host_of_rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What rank 0 tells the other ranks of their entries.
+
+    Attributes:
+        shared: value for all ranks.
+        own: value for each rank, by rank; empty for none.
+    """
+
+    shared: Any = None
+    own: Sequence[Any] = ()
+
+    def of(self, rank: int) -> Any:
+        """Return the value for a rank alone."""
+        return self.own[rank] if self.own else None
+
+
+def make_roster(entries: tuple[Entry, ...], noun: str = "rank") -> Roster:
+    """Build the roster from the entries of all ranks, without addresses and port.
 
     Args:
-        entries, addresses, port: as in `Roster`.
+        entries: as in `Roster`.
         noun: what a rank is called in texts.
 
     Raises:
@@ -48,20 +80,19 @@ def make_roster(
             where = f"{noun} {rank} on {entry['host']}: " if len(entries) > 1 else ""
             raise kind(code, where + found, *rest)
     places = [entry["world"] for entry in entries]
+    names = [entry["host"] for entry in entries]
+    nodes = [place["node_rank"] for place in places]
     # Use the launcher's host names and node ranks if every rank has a node rank.
-    if all(p["node_rank"] is not None for p in places):
-        host_of_rank = tuple(p["node_rank"] for p in places)
-        first = {node: rank for rank, node in reversed(list(enumerate(host_of_rank)))}
-        names = [entries[first[node]]["host"] for node in sorted(first)]
-        hosts = tuple(places[0]["hosts"] or names)
-    else:
-        names = [entry["host"] for entry in entries]
+    if None in nodes:
         hosts = tuple(dict.fromkeys(names))
         index = {name: number for number, name in enumerate(hosts)}
-        host_of_rank = tuple(index[name] for name in names)
-    on_host = Counter(host_of_rank)
+        nodes = [index[name] for name in names]
+    else:
+        first = dict(zip(reversed(nodes), reversed(names), strict=True))
+        hosts = tuple(places[0]["hosts"] or (first[node] for node in sorted(first)))
+    on_host = Counter(nodes)
     rank_at: dict[tuple[int, int], int] = {}
-    for rank, (place, host) in enumerate(zip(places, host_of_rank, strict=True)):
+    for rank, (place, host) in enumerate(zip(places, nodes, strict=True)):
         first_rank = rank_at.setdefault((host, place["local_rank"]), rank)
         if first_rank != rank:
             raise ContradictionError(
@@ -80,4 +111,44 @@ def make_roster(
                 "local ranks below the number of ranks on the host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
             )
-    return Roster(entries, addresses, hosts, host_of_rank, port)
+    return Roster(entries, (), hosts, tuple(nodes), 0)
+
+
+def pack(roster: Roster, shared: Any) -> str:
+    """Return the text of a roster without its entries, and of a value for all ranks.
+
+    It is zlib (RFC 1950) in base64 over JSON. Names and addresses of hosts are host lists, and the
+    hosts of the ranks are the steps from each rank to the next, which repeat in most distributions.
+    So the text of a usual cluster has some hundred bytes, whatever its size.
+    """
+    addresses = dict(zip(reversed(roster.host_of_rank), reversed(roster.addresses), strict=True))
+    nodes = roster.host_of_rank
+    value = {
+        "hosts": _short(roster.hosts),
+        "addresses": _short([addresses.get(host, "") for host in range(len(roster.hosts))]),
+        "steps": [b - a for a, b in itertools.pairwise((0, *nodes))],
+        "port": roster.port,
+        "shared": shared,
+    }
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return base64.b64encode(zlib.compress(text)).decode()
+
+
+def unpack(text: str) -> tuple[Roster, Any]:
+    """Return the roster and the value from a text of `pack`."""
+    value = json.loads(zlib.decompress(base64.b64decode(text)))
+    hosts, by_host = (
+        tuple(expand(names) if isinstance(names, str) else names)
+        for names in (value["hosts"], value["addresses"])
+    )
+    nodes = tuple(itertools.accumulate(value["steps"]))
+    addresses = tuple(by_host[host] for host in nodes)
+    return Roster((), addresses, hosts, nodes, value["port"]), value["shared"]
+
+
+def _short(names: Sequence[str]) -> str | Sequence[str]:
+    """Return the names as a host list, or themselves where one cannot be part of a host list."""
+    try:
+        return compress(names)
+    except UsageError:
+        return names

@@ -21,7 +21,7 @@ from hpctrain import errors
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.process import failure_record
-from hpctrain.rendezvous import meet
+from hpctrain.rendezvous import Answer, Roster, meet
 from hpctrain.rendezvous.messages import GRACE_SECONDS
 
 __all__ = ["report", "report_uncaught"]
@@ -82,11 +82,19 @@ def _meet(error: HpctrainError, start: launchers.Start, write: Callable[[], None
     text = hashlib.sha256(str(error).encode(errors="surrogateescape")).hexdigest()
     point = dataclasses.replace(point, key=f"{point.key}/error", store=None)
     with contextlib.suppress(HpctrainError, OSError):
-        met = meet(start.world, point, {"text": text}, _SECONDS - (GRACE_SECONDS if rank else 0))
+        seconds = _SECONDS - (GRACE_SECONDS if rank else 0)
+        met = meet(start.world, point, {"text": text}, seconds, check=_first_ranks)
         if met.listener is not None:
             met.listener.close()
-        first = [entry["text"] for entry in met.roster.entries].index(text)
+        first = met.own
         error.reported_by_rank_0 = False
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank and first == rank:
         write()
+
+
+def _first_ranks(roster: Roster) -> Answer:
+    """Return for each rank the lowest one with the same text."""
+    first: dict[str, int] = {}
+    texts = [entry["text"] for entry in roster.entries]
+    return Answer(own=[first.setdefault(text, rank) for rank, text in enumerate(texts)])

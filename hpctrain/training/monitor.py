@@ -60,10 +60,8 @@ class Monitor:
         self._context, self._directory, self._name = context, directory, name
         on_gpu = context.device.type == "cuda"
         self._clock = (DeviceClock if on_gpu else Clock)(seconds)
-        hosts = [roster.hosts[host] for host in roster.host_of_rank]
-        self._timings = Timings(
-            context.backend, self._clock, hosts, directory, context.batches.accumulate
-        )
+        hosts, accumulate = roster.host_names, context.batches.accumulate
+        self._timings = Timings(context.backend, self._clock, hosts, directory, accumulate)
         self._progress = Lines(Course(options.max_steps))
         self._draws = False
         self._tracking: Tracking | None = None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hpctrain.precision import Precision
 from hpctrain.process import device, file_limit
 from hpctrain.process.determinism import Determinism
 from hpctrain.process.logging import logger
-from hpctrain.process.threads import Threads
+from hpctrain.process.threads import Threads, divide
 from hpctrain.rendezvous import consistency
 from hpctrain.training import monitor, prepare
 from hpctrain.training.context import Context
@@ -84,12 +85,12 @@ def open_ranks(
         options.start_timeout,
         logger.info if world.rank == 0 else logger.warning,
         start.waste or failure,
-        check=_prove,
+        check=partial(_check, options.workers),
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run_dir or env.get(env_vars.RUN_DIR) or "runs"),
     )
     assert equipment is not None  # otherwise the rendezvous has raised the error
-    workers = threads.fit(met.roster.entries, met.roster.host_of_rank, world.rank, options.workers)
+    workers = threads.fit(met.own, options.workers)
     undo.callback(Determinism(options.deterministic, equipment.device).put_back)
     equipment.precision.switch(undo)
     backend = backends.open_backend(name, met, equipment.device, equipment.settings)
@@ -168,6 +169,7 @@ def _equip(
         ) from None
 
 
-def _prove(roster: rendezvous.Roster) -> None:
-    """Run the consistency check of all ranks; called by rank 0."""
-    consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])
+def _check(workers: int | str, roster: rendezvous.Roster) -> rendezvous.Answer:
+    """Compare all ranks, and return the number of cores of each; called by rank 0."""
+    consistency.check(roster.entries, roster.host_names)
+    return rendezvous.Answer(own=divide(roster.entries, roster.host_of_rank, workers))

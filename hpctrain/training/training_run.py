@@ -397,7 +397,7 @@ class Run:
                 "torchmetrics knows torch.distributed alone: over Horovod each rank computes from "
                 "its own samples; session.sum(), or --backend ddp"
             )
-        hosts = [context.roster.hosts[host] for host in context.roster.host_of_rank]
+        hosts = context.roster.host_names
         self._events.phase(WAITING)
         meet(context.backend, "the first call of run.batches()")
         self._events.phase(IDLE)

@@ -61,6 +61,7 @@ def test_equal_ranks_pass_the_consistency_check(equal_entries, caplog):
             "nccl none at ranks 0, 1 and 3 on node1 and node2; 2.1.1 at rank 2",
         ),
         ("HT208", "versions/hpctrain", "9", "9 at rank 2 on node2"),
+        ("HT208", "versions/horovod", "0.27.0", "0.27.0 at rank 2 on node2"),
         (
             "HT209",
             "settings/--seed",
@@ -89,19 +90,19 @@ def test_difference_that_breaks_training_is_refused_with_the_ranks(
     assert caught.value.fixes
 
 
-def test_different_horovod_versions_are_refused_over_horovod(equal_entries):
-    for entry in equal_entries:
-        entry["settings"]["--backend"] = "horovod"
-    change(equal_entries[2], "versions/horovod", "0.27.0")
-    (found,) = consistency.differences(equal_entries, HOSTS)
-    assert found.wrong
+def test_horovod_version_is_compared_over_horovod_alone(monkeypatch):
+    monkeypatch.setattr(consistency.metadata, "version", lambda _: "0.27.0")
+    versions = [
+        consistency.entry(torch.device("cpu"), {"--backend": name})["versions"]["horovod"]
+        for name in ("horovod", "ddp")
+    ]
+    assert versions == ["0.27.0", None]
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("versions/python", "3.12.1", "3.12.1 at rank 2 on node2"),
-        ("versions/horovod", "0.27.0", "0.27.0 at rank 2 on node2"),
         ("gpu_name", "A100", "GPUs of different kinds: H200 at ranks 0, 1 and 3"),
         (
             "code",

@@ -26,15 +26,10 @@ from hpctrain.cluster.launchers.base import LauncherStore, RendezvousPoint
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
-from hpctrain.rendezvous import interfaces, meet, ports
-from hpctrain.rendezvous.messages import (
-    STATUS_SECONDS,
-    Credentials,
-    encode,
-    keep_alive,
-    pack,
-    unpack,
-)
+from hpctrain.rendezvous import Answer, Roster, interfaces, meet, ports
+from hpctrain.rendezvous.connections import FULL_SECONDS, Connections
+from hpctrain.rendezvous.messages import STATUS_SECONDS, Credentials, encode, hello, keep_alive
+from hpctrain.rendezvous.roster import pack, unpack
 
 HOME = "127.0.0.1"
 PATIENCE = 60.0  # seconds until a hang is an error; all that works takes much less
@@ -120,15 +115,21 @@ def join_as(point, rank, size, secret="", host="a"):
     with connect(ports(point)[0]) as connection, connection.makefile() as reader:
         answer = greet(credentials, connection, reader)
         local_rank = rank if host == "a" else 0
-        place = {"local_rank": local_rank, "node_rank": None, "hosts": None, "launcher": "env"}
+        place = {"local_rank": local_rank, "node_rank": None, "hosts": None}
         entry = {"host": host, "pid": 1, "process": "1", "address": None, "world": place}
-        hello = json.dumps([rank, size, entry])
-        proof = credentials.proof("client", answer["challenge"], hello)
-        connection.sendall(encode({"hello": hello, "proof": proof}))
+        text = hello(rank, size, entry, {})
+        proof = credentials.proof("client", answer["challenge"], text)
+        connection.sendall(encode({"hello": text, "proof": proof}))
         # When rank 0 answers another connection, it has read the hello.
         with connect(ports(point)[0]) as other, other.makefile() as answers:
             greet(credentials, other, answers)
         yield reader
+
+
+def same_rosters(results):
+    """Check whether all ranks have one roster; only rank 0 has the entries."""
+    rosters = {dataclasses.replace(result.roster, entries=()) for result in results}
+    return len(rosters) == 1
 
 
 def greet(credentials, connection, reader):
@@ -210,9 +211,9 @@ def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, l
     for rank, result in enumerate(results):
         place = (local_ranks[rank], hosts.count(hosts[rank]), nodes[rank])
         assert result.world == World(rank, len(hosts), *place, len(names), names, "env")
-        assert result.roster == results[0].roster
         assert result.nonce == results[0].nonce
         assert (result.listener is None) == (rank > 0)
+    assert same_rosters(results)
     roster = results[0].roster
     assert [entry["note"] for entry in roster.entries] == list(range(len(hosts)))
     assert [entry["host"] for entry in roster.entries] == list(hosts)
@@ -230,7 +231,7 @@ def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
     places = [(result.world.node_rank, result.world.local_world_size) for result in results]
     assert places == [(1, 2), (0, 1), (1, 2)]
     assert {m.world.hosts for m in results} == {hosts}
-    assert all(result.roster == results[0].roster for result in results)
+    assert same_rosters(results)
 
 
 STRANGERS = {
@@ -255,7 +256,7 @@ def test_unknown_peers_are_disconnected_and_silent_ones_do_not_delay_ranks(start
         assert is_disconnected(unknown)
         start(World(1, 2, 1), rendezvous_point(key=key))
         for result in start.ended():
-            assert [entry["host"] for entry in result.roster.entries] == ["a", "a"]
+            assert result.roster.host_names == ["a", "a"]
         assert is_disconnected(silent)
 
 
@@ -291,16 +292,19 @@ def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
     given_port = ports(rendezvous_point())[0]
     with occupied_port(given_port, answer):
         results = start_all(start, key, "aab", (0, 1, 0), given_port)
-        assert all(result.roster == results[0].roster for result in results)
+        assert same_rosters(results)
 
 
 def test_two_jobs_on_one_port_stay_separate(start):
     keys = {job: uuid.uuid4().hex for job in "AB"}
     port = ports(rendezvous_point())[0]
 
+    def jobs(roster):
+        return Answer(shared=[entry["job"] for entry in roster.entries])
+
     def start_rank(job, number):
         point = rendezvous_point(key=keys[job], port=port)
-        return start(World(number, 3, number), point, {"job": job})
+        return start(World(number, 3, number), point, {"job": job}, check=jobs)
 
     start_rank("A", 0)
     start_rank("A", 1)
@@ -310,7 +314,7 @@ def test_two_jobs_on_one_port_stay_separate(start):
         start.ended(thread)
     start_rank("A", 2)
     for job, result in zip("AABBBA", start.ended(), strict=True):
-        assert [entry["job"] for entry in result.roster.entries] == [job] * 3
+        assert result.shared == [job] * 3
 
 
 @pytest.mark.parametrize(
@@ -547,16 +551,14 @@ def test_server_is_found_on_any_host_of_the_job(start, key):
     point = RendezvousPoint(key, "a", None, sure=False, others=hosts, simulated=True)
     for rank in range(3):
         start(World(rank, 3, rank), point)
-    first, *others = start.ended()
-    assert all(result.roster == first.roster for result in others)
+    assert same_rosters(start.ended())
 
 
 def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
     for rank, host in enumerate("abc"):
         point = RendezvousPoint(key, host, "127.0.0.9", sure=False, simulated=True)
         start(World(rank, 3, 0), point, folder=tmp_path / "runs")
-    first, *others = start.ended()
-    assert all(result.roster == first.roster for result in others)
+    assert same_rosters(start.ended())
     assert not list(tmp_path.iterdir())
 
 
@@ -600,9 +602,9 @@ def test_horovodrun_key_value_store_leads_to_server(start, key):
         for rank, host in enumerate("aab"):
             point = RendezvousPoint(key, host, None, sure=False, store=store, simulated=True)
             start(World(rank, 3, rank % 2), point)
-        first, *others = start.ended()
+        results = start.ended()
         server.shutdown()
-    assert all(result.roster == first.roster for result in others)
+    assert same_rosters(results)
 
 
 @pytest.mark.parametrize(
@@ -649,7 +651,7 @@ def test_client_gives_up_early_where_server_died(start, key):
     client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
-    assert f"{HOME} answered, then closed the connection" in outcome.found
+    assert f"{HOME} answered, then was lost: Connection reset by peer" in outcome.found
 
 
 def test_unknown_network_interface_is_refused_on_every_rank(start, key):
@@ -706,21 +708,46 @@ def test_failed_roster_check_is_raised_on_every_rank(start, key):
         assert outcome.fixes == ("again", "later")
 
 
+def test_each_rank_gets_the_answers_to_its_entry(start, key):
+    def check(roster):
+        notes = [entry["note"] for entry in roster.entries]
+        return Answer(shared=sum(notes), own=[{"twice": 2 * note} for note in notes])
+
+    results = start_all(start, key, "aab", (0, 1, 0), check=check)
+    assert [(one.shared, one.own) for one in results] == [(3, {"twice": 2 * n}) for n in range(3)]
+    assert [len(one.roster.entries) for one in results] == [3, 0, 0]
+
+
+def test_equal_objects_of_ranks_are_one_object(start, key):
+    """So rank 0 compares them once, whatever the number of ranks."""
+    for rank in range(3):
+        entry = {"settings": {"--lr": 1}, "command": ["a", rank // 2]}
+        start(World(rank, 3, rank), rendezvous_point(key=key), entry)
+    first, second, third = start.ended()[0].roster.entries
+    assert first["settings"] is second["settings"] is third["settings"]
+    assert first["command"] is second["command"] is not third["command"]
+
+
 @given(
-    st.lists(
-        st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(), max_size=4),
-        min_size=1,
-    )
+    st.lists(st.tuples(st.text(min_size=1), st.text(), st.integers(1, 3)), min_size=1, max_size=9),
+    st.randoms(),
 )
-def test_packed_roster_round_trips(entries):
-    names = {name for entry in entries for name in entry}
-    expected = tuple({name: entry.get(name) for name in names} for entry in entries)
-    assert unpack(pack(entries), len(entries)) == expected
+def test_packed_roster_round_trips(rows, random):
+    hosts = tuple(host for host, _, _ in rows)
+    ranks = [node for node, (_, _, count) in enumerate(rows) for _ in range(count)]
+    random.shuffle(ranks)
+    addresses = tuple(rows[node][1] for node in ranks)
+    roster = Roster((), addresses, hosts, tuple(ranks), 5)
+    assert unpack(pack(roster, [1, None])) == (roster, [1, None])
 
 
-def test_packed_roster_stores_common_values_once():
-    entries = [{"versions": "torch 2.15.0" * 50, "rank": rank} for rank in range(1000)]
-    assert len(pack(entries)) < 10 * len(entries)
+@pytest.mark.parametrize("cyclic", [False, True], ids=["block", "cyclic"])
+def test_roster_of_many_ranks_is_short(cyclic):
+    hosts = [f"node{number:04d}" for number in range(2048)]
+    nodes = [rank % 2048 if cyclic else rank // 8 for rank in range(8 * 2048)]
+    addresses = [f"10.1.{node // 256}.{node % 256}" for node in nodes]
+    roster = Roster((), tuple(addresses), tuple(hosts), tuple(nodes), 5)
+    assert len(pack(roster, [8] * 2048)) < 1000
 
 
 def test_rank_that_resets_its_connection_is_named(start, key):
@@ -811,7 +838,7 @@ def test_tampered_message_is_ignored(start, key):
     with socket.create_server((HOME, ports(point)[0])) as relay:
         client = Client(start, World(1, 2, 1), point)
         with accept_client(relay, credentials) as (connection, reader, challenge):
-            genuine = encode({"roster": "", "addresses": [], "port": 1, "nonce": "1"})
+            genuine = encode({"roster": "", "nonce": "1"})
             digest = hashlib.sha256(genuine).hexdigest()
             proof = credentials.proof("message", challenge + "1", digest)
             evil = encode({"error": ["evil", "", ""], "code": 2})
@@ -839,12 +866,12 @@ def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
             calls.append(1)
             raise OSError(errno.EMFILE, "Too many open files")
 
-    real = rendezvous.server.Peers
+    real = Connections.accept
 
-    def failing_callers(listener, *more):
-        return real(FailingListener(listener), *more)
+    def accept(self, listener, *more):
+        return real(self, FailingListener(listener), *more)
 
-    monkeypatch.setattr(rendezvous.server, "Peers", failing_callers)
+    monkeypatch.setattr(Connections, "accept", accept)
     point, clock = rendezvous_point(key=key), Clock(time.monotonic)
     began = time.monotonic()
     start(World(0, 2, 0), point, timeout=NEVER, clock=clock)
@@ -853,7 +880,7 @@ def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
         clock.move(NEVER)
         (outcome,) = start.ended()
     assert "connections could not be accepted: Too many open files (ulimit -n)" in outcome.found
-    assert len(calls) < 3 + (time.monotonic() - began) / rendezvous.peers._FULL_SECONDS
+    assert len(calls) < 3 + (time.monotonic() - began) / FULL_SECONDS
 
 
 def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
@@ -906,9 +933,9 @@ def test_replayed_hello_is_refused(start, key):
         with connect(ports(point)[0]) as connection, connection.makefile() as reader:
             challenge = greet(credentials, connection, reader)["challenge"]
             if recorded is None:
-                hello = json.dumps([1, 2, {"host": "evil"}])
-                proof = credentials.proof("client", challenge, hello)
-                recorded = encode({"hello": hello, "proof": proof})
+                text = json.dumps([1, 2, {"host": "evil"}, {}])
+                proof = credentials.proof("client", challenge, text)
+                recorded = encode({"hello": text, "proof": proof})
             else:
                 connection.sendall(recorded)
                 assert is_disconnected(connection)
@@ -939,7 +966,7 @@ def test_silent_peer_is_disconnected_after_a_timeout(start, key):
 
 
 def test_oldest_of_too_many_unknown_peers_is_disconnected(start, key, monkeypatch):
-    monkeypatch.setattr(rendezvous.peers, "_MORE_UNKNOWN", 2)
+    monkeypatch.setattr(rendezvous.server, "_MORE_UNKNOWN", 2)
     point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     with ExitStack() as stack:
@@ -985,6 +1012,16 @@ def test_keepalive_ends_lost_connections():
         assert 0 < timeout <= 20_000
 
 
+def test_accepted_connections_have_the_keepalive_of_their_listener():
+    with socket.create_server((HOME, 0)) as listener:
+        keep_alive(listener)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT):
+                own = listener.getsockopt(socket.IPPROTO_TCP, option)
+                assert accepted.getsockopt(socket.IPPROTO_TCP, option) == own > 0
+
+
 def test_bridge_addresses_are_listed_last(monkeypatch):
     found = {
         "docker0": ["172.17.0.1"],
@@ -996,25 +1033,22 @@ def test_bridge_addresses_are_listed_last(monkeypatch):
     assert interfaces.reachable() == ["10.0.0.1", "fd00::1", "172.17.0.1", "192.168.122.1"]
 
 
-def test_server_is_found_quickly_among_many_hosts(start, key):
+def test_server_is_found_quickly_among_many_hosts(start, key, monkeypatch):
     """Ask each host in every round, on the port that rank 0 nearly always has."""
     hosts = [f"127.0.{n // 200}.{n % 200 + 2}" for n in range(100)]
     point = RendezvousPoint(key, "a", None, sure=False, others=(*hosts, HOME), simulated=True)
     places = []
-    real = rendezvous.client.Probe
+    real = Connections.connect
 
-    def knocks(place, *more):
+    def connect(self, place, *more):
         places.append(place)
-        return real(place, *more)
+        return real(self, place, *more)
 
-    rendezvous.client.Probe = knocks
-    try:
-        start(World(1, 2, 1), point)
-        until(lambda: (HOME, ports(point)[0]) in places)
-        places.clear()
-        start(World(0, 2, 0), point)
-        assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
-        # The rest of one round, and another one: two ports of each host.
-        assert len(places) <= 2 * 2 * 101
-    finally:
-        rendezvous.client.Probe = real
+    monkeypatch.setattr(Connections, "connect", connect)
+    start(World(1, 2, 1), point)
+    until(lambda: (HOME, ports(point)[0]) in places)
+    places.clear()
+    start(World(0, 2, 0), point)
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
+    # The rest of one round, and another one: two ports of each host.
+    assert len(places) <= 2 * 2 * 101

@@ -14,9 +14,9 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rendezvous import shared_errors
 
 meet = shared_errors.meet
-def announced(*arguments):
+def announced(*arguments, **more):
     print("meets", flush=True)
-    return meet(*arguments)
+    return meet(*arguments, **more)
 shared_errors.meet = announced
 shared_errors._SECONDS = float(os.environ["SECONDS"])
 shared_errors.report_uncaught()

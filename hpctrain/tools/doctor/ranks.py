@@ -15,7 +15,7 @@ from hpctrain.cluster.launchers import Start
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import HpctrainError
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Rendezvous, Roster, interfaces
+from hpctrain.rendezvous import Answer, Rendezvous, Roster, interfaces
 from hpctrain.tools.doctor import storage
 from hpctrain.tools.doctor.findings import (
     OK,
@@ -46,6 +46,7 @@ _NOT_TRIED = Finding(
     "ranks without problems, with devices of one kind",
     ("fix the other problems first",),
 )
+_NOT_HERE = Finding("other ranks", PROBLEM, "a problem", "none", ("read the report of rank 0",))
 _NO_SUM = (
     "look for a firewall between the hosts",
     "export HPCTRAIN_INTERFACE=NAME, if the ranks use a wrong interface",
@@ -76,16 +77,14 @@ def examine(report: Report, own: Machine, start: Start, run: Path, timeout: floa
             report.machines([*worst_last(own.findings), Finding.of("start", error)])
             report.end()
             return error.exit_code
-        entries = met.roster.entries
-        table = rows(met.roster)
-        passed = [finding for finding in own.findings if finding.level == OK]
-        others = merged([entry["doctor"]["findings"] for entry in entries])
-        report.machines([*passed, *others], [row["host"] for row in table])
-        differing = _differences(met.roster)
-        report.table(table, differing)
-        kinds = {entry["doctor"]["kind"] for entry in entries}
-        wrong = any(finding.level == PROBLEM for finding in differing)
-        if own.device is not None and len(kinds) == 1 and not wrong:
+        if rank == 0:
+            table = rows(met.roster)
+            passed = [finding for finding in own.findings if finding.level == OK]
+            report.machines([*passed, *_of_machines(met.roster)], [row["host"] for row in table])
+            report.table(table, _differences(met.roster))
+        elif met.shared["problem"]:
+            report.add([_NOT_HERE])
+        if own.device is not None and met.shared["communicate"]:
             _check_sums(report, met, own.device, run, timeout)
         else:
             if met.listener is not None:
@@ -105,7 +104,27 @@ def _meet(start: Start, own: Machine, run: Path, marker: str, timeout: float) ->
         logger.info if start.world.rank == 0 else logger.warning,
         store=backends.agent_store(point, timeout) if own.torch_version else None,
         folder=run,
+        check=_decide,
     )
+
+
+def _decide(roster: Roster) -> Answer:
+    """Return what all ranks have to know of the others: rank 0 has their entries, and prints."""
+    differing = _differences(roster)
+    wrong = any(finding.level == PROBLEM for finding in differing)
+    kinds = {entry["doctor"]["kind"] for entry in roster.entries}
+    return Answer(
+        shared={
+            "problem": wrong or any(f.level == PROBLEM for f in _of_machines(roster)),
+            "communicate": len(kinds) == 1 and not wrong,
+            "marker": roster.entries[0]["doctor"]["marker"],
+        }
+    )
+
+
+def _of_machines(roster: Roster) -> list[Finding]:
+    """Return the findings of all machines, each once."""
+    return merged([entry["doctor"]["findings"] for entry in roster.entries])
 
 
 def _entry(own: Machine, run: Path, marker: str) -> dict[str, Any]:
@@ -146,7 +165,7 @@ def rows(roster: Roster) -> list[dict[str, Any]]:
         with_address = (name for name, own in facts["interfaces"].items() if address in own)
         place = {
             "rank": rank,
-            "host": roster.hosts[roster.host_of_rank[rank]],
+            "host": roster.host(rank),
             "local_rank": entry["world"]["local_rank"],
             "pid": entry["pid"],
             "address": address,
@@ -163,10 +182,9 @@ def _differences(roster: Roster) -> list[Finding]:
         return []
     from hpctrain.rendezvous import consistency
 
-    hosts = [roster.hosts[host] for host in roster.host_of_rank]
     return worst_last(
         Finding.of(difference.subject, difference, PROBLEM if difference.wrong else WARNING)
-        for difference in consistency.differences(roster.entries, hosts)
+        for difference in consistency.differences(roster.entries, roster.host_names)
     )
 
 
@@ -177,7 +195,7 @@ def _check_sums(
     from hpctrain.tools.doctor import communication
 
     world = met.world
-    marker = met.roster.entries[0]["doctor"]["marker"]
+    marker = met.shared["marker"]
     backend = None
     try:
         backend = backends.open_backend(
@@ -195,7 +213,9 @@ def _check_sums(
         by_size = dict(zip(communication.sizes(backend), map(min, speeds), strict=True))
         report.sums(backend.transport, wrong, by_size)
         report.add([judge_sums(backend.transport, wrong)])
-        report.add([*judge_clocks(clocks), *judge_shared(met.roster, shared)])
+        report.add(judge_clocks(clocks))
+        if world.rank == 0:
+            report.add(judge_shared(met.roster, shared))
         # No rank closes the backend while another rank still uses it.
         backend.barrier()
         backend.close()
