@@ -231,7 +231,10 @@ class JobSpec:
             yield f"elastic with launcher = {self.launcher}", "launcher = hpctrain"
 
     def _places(self) -> Iterator[tuple[str, str]]:
-        """Yield contradictions about containers and copies on the hosts' disks."""
+        """Yield contradictions about containers, copies on the hosts' disks, and other paths."""
+        for name in ("run_dir", "container", "stage_code"):
+            if getattr(self, name) == "--":  # argparse of Python 3.11 drops such a value
+                yield f"{name} = '--'", "another path, such as ./--"
         pyxis = self.container_runtime == "pyxis"
         if self.container and self.launcher not in ("hpctrain", "srun" if pyxis else ""):
             expected = "launcher = hpctrain, or srun with container_runtime = pyxis"

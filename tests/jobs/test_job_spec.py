@@ -85,6 +85,7 @@ def test_job_spec_reports_all_problems_at_once():
         ({"command": ["-x"]}, "a program first"),
         ({"container": "a.sif", "venv": ".venv"}, "container and venv"),
         ({"container": "a.sif", "run_dir": "a:b"}, "run_dir = 'a:b' in a container"),
+        ({"run_dir": "--"}, "run_dir = '--'"),
         ({"stage_environment": "env.zip"}, "a tar archive"),
         (
             {"stage_data": "x", "environment": {"HPCTRAIN_DATA": "/y"}},

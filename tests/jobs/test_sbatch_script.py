@@ -191,7 +191,8 @@ class Hostile:
     def path(self, without="", end=""):
         """Return a random relative path that a file system accepts."""
         text = "".join(one for one in self.text() if one not in without).lstrip("/")
-        return f"{text}{end}" if text.strip("./") else f"x{end}"
+        # A JobSpec refuses "--".
+        return f"{text}{end}" if text.strip("./") not in ("", "--") else f"x{end}"
 
     def spec(self):
         """Return a spec with such texts in all fields except those in lines of #SBATCH."""
