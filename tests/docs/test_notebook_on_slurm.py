@@ -30,7 +30,7 @@ def test_notebook_submits_and_trains_on_slurm(cluster, tmp_path):
     cells = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
     outputs = [cell["outputs"] for cell in cells if cell.get("outputs")]
     job, (figure,), accuracy, log, row = outputs
-    assert "<th>job</th>" in "".join(job[0]["data"]["text/html"])
+    assert "Job(id='" in "".join(job[0]["data"]["text/plain"])
     assert figure["data"]["image/png"]  # one figure, which is drawn again in its place
     assert "of the test images are right" in "".join(accuracy[0]["text"])
     assert float("".join(accuracy[0]["text"]).partition("%")[0]) > 80

@@ -36,7 +36,7 @@ def test_readme_sbatch_and_srun_commands_are_accepted_and_submit_trains(cluster,
     first, followed = (
         out for command, out in outputs.items() if command.startswith("hpctrain submit")
     )
-    assert "#SBATCH --nodes=2\n" in outputs["hpctrain render job.toml"]
+    assert "#SBATCH --nodes=4\n" in outputs["hpctrain render sbatch/mnist.toml"]
     assert outputs["hpctrain lint sbatch/mnist.sh"] == ""
     (run,) = (checkout / "runs").glob(f"mnist-{followed.split()[0]}")
     assert json.loads((run / "summary.json").read_text())["status"] == "done"

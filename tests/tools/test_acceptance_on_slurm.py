@@ -51,7 +51,7 @@ def accept(cluster, folder, tools, *arguments):
         tools: the folder with its `python`.
         arguments: for sbatch.
     """
-    env = cluster.environ()
+    env = launches.on_cluster(cluster)
     env["PATH"] = f"{tools}:{env['PATH']}"
     command = ["--cpus-per-task=1", *arguments, "sbatch/acceptance.sh"]
     job, code = cluster.batch(command, cwd=folder, env=env)
@@ -117,7 +117,8 @@ def test_acceptance_job_cancelled_lists_checks_not_reached(cluster, checkout, tm
 
 
 def test_acceptance_job_refuses_one_rank(cluster, checkout):
-    job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout)
+    env = launches.on_cluster(cluster)
+    job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout, env=env)
     assert code == 2
     log = (checkout / f"acceptance-{job}.log").read_text()
     assert "sbatch --ntasks=2" in log
