@@ -17,7 +17,11 @@ OF_THE_MACHINE = {
         *("SRUN_DEBUG", "SLURM_NTASKS_PER_NODE", "SLURM_NODE_ALIASES", "ENVIRONMENT"),
     },
     "torchrun": {"SLURM_CONF", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"},
-    "mpi": {"SLURM_CONF", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION"},
+    "mpi": {
+        *("SLURM_CONF", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION"),
+        # No training script was found to read these.
+        *("OMPI_APP_CTX_NUM_PROCS", "OMPI_FIRST_RANKS", "OMPI_NUM_APP_CTX"),
+    },
     "horovod": {"SLURM_CONF", "NCCL_SOCKET_IFNAME"},
 }
 PREFIXES = {
@@ -25,7 +29,7 @@ PREFIXES = {
     "torchrun": ("SLURM", "SRUN"),
     "slurm": ("SLURM_JOB_CPUS_PER_NODE_PACK_GROUP",),  # salloc sets it in an ordinary job too
 }
-NAMED = {"mpi": {"OMPI_MCA_orte_num_nodes", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_HOSTNAME"}}
+NAMED = {"mpi": {"OMPI_MCA_orte_num_nodes", "PMIX_RANK", "PMIX_NAMESPACE"}}
 # Variables that differ in each job, and one that is simulated differently: no agent has a store.
 DIFFERENT = {
     *("SLURM_JOB_ID", "SLURM_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"),
