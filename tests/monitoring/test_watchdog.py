@@ -533,6 +533,14 @@ def single_watchdog(tmp_path, timeout=1800.0):
     return Watchdog(world, timeout, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None)
 
 
+def test_helper_of_ranks_that_have_left_ends_without_a_word(tmp_path):
+    """Remove the shared memory before the helper opens it; the helper ends."""
+    helper = Path(loop.__file__).with_name("helper.py")
+    command = [sys.executable, "-S", "-P", helper, tmp_path / "removed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
     """Close the watchdog; the helper has ended and its shared memory is removed."""
     monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])

@@ -13,7 +13,11 @@ def main() -> None:
     sys.path.append(str(Path(__file__).absolute().parents[3]))  # folder of this package
     from hpctrain.monitoring.watchdog.loop import Watch
 
-    Watch(Path(sys.argv[1])).run()
+    try:
+        watch = Watch(Path(sys.argv[1]))
+    except FileNotFoundError:
+        return  # the ranks have left already, and the helper of another run has removed their file
+    watch.run()
     os._exit(0)  # a thread may hang on a file system
 
 
