@@ -14,7 +14,7 @@ _TAIL = 2**16
 _LONGEST = 500
 #: How a run ends that has failed.
 FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIVEN_UP])
-# The verdict of `hpctrain run`, or an error of hpctrain, with the rank's number before it.
+# The last line of `hpctrain run`, or an error of hpctrain, with the rank's number before it.
 _VERDICT = re.compile(
     r"(?:[0-9]+: )?hpctrain: (?:error: (.+)|(given up: .+)"
     r"|(rank [0-9]+ .*failed first, .+?)(?:\. Its last lines:)?\Z)"
