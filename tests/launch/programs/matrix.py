@@ -31,8 +31,8 @@ import launches  # noqa: E402
 
 LINE = re.compile(r"AGREES (\{.*?\})")
 SECONDS = 300
-# With gloo, torch may abort a rank while its Python ends, under torchrun too: a thread of the group
-# frees a tensor, which needs Python's lock (pytorch/pytorch#179291). See docs/programs.md.
+# With gloo, torch may abort a rank while its Python ends, under torchrun too; probably as a thread
+# of the group frees a tensor, which needs Python's lock (pytorch/pytorch#179291): docs/programs.md.
 ABORT_OF_TORCH = "terminate called without an active exception"
 
 
