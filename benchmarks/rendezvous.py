@@ -109,8 +109,10 @@ def real_rank(pipe: Any, gate: Any, arm: str, rank: int, where: tuple[str, int])
 
 def pair(arm: str) -> Figures:
     """Run two new processes; return the seconds from both ready until both have finished."""
-    with socket.create_server((LOOPBACK, 0)) as free:
-        where = (secrets.token_hex(8), free.getsockname()[1])
+    key = secrets.token_hex(8)
+    # Not a port of the range for outgoing connections: a client that is early could get the same
+    # port as its own, connect to itself, and keep rank 0 from listening there.
+    where = (key, ports(RendezvousPoint(key, LOOPBACK))[0])
     gate = CONTEXT.Barrier(2)
     results, _ = started(real_rank, [(gate, arm, rank, where) for rank in range(2)])
     wall = max(own["end"] for own in results) - min(own["start"] for own in results)

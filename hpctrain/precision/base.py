@@ -152,8 +152,7 @@ class Precision:
         self.scaler.follow()
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Clear the gradients."""
-        optimizer.zero_grad()
+        """Clear gradients that are not those of the tensors which the optimizer updates."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""

@@ -107,8 +107,7 @@ class ApexO2(ApexO3):
         self._masters.copy_back(optimizer)
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Clear the gradients of masters and copies."""
-        super().clear(optimizer)
+        """Clear the gradients of the copies."""
         self._masters.clear(optimizer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class RunJournal:
         )
         return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
 
-    def begin(self, step: int, rows: int) -> None:
-        """Record this start; called by all ranks.
+    def begin(self, step: int, rows: int) -> Metrics:
+        """Record this start, and return the rows of metrics; called by all ranks.
 
         Args:
             step: step at which this start continues.
@@ -95,6 +95,7 @@ class RunJournal:
 
         on_rank_zero(context.backend, note)
         self.metrics = Metrics(context.backend, self.directory, rows, context.events)
+        return self.metrics
 
     def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Release all but the logs; rank 0 writes the summary if it still has the directory.

@@ -65,6 +65,7 @@ class Run:
     """
 
     directory: RunDirectory
+    _metrics: Metrics
 
     def __init__(
         self, context: Context, gradients: Gradients, state: dict[str, Any], name: str | None
@@ -131,7 +132,7 @@ class Run:
         if resumed is not None:
             self._go_on(resumed)
         self._events.row = monitor.row
-        journal.begin(self.step, position.rows if position else 0)
+        self._metrics = journal.begin(self.step, position.rows if position else 0)
         facts = identity.facts(self.directory, context.world)
         self._checkpoints = CheckpointManager(
             context, self._state, self.directory, journal.lock, facts, position
@@ -463,14 +464,12 @@ class Run:
             return
         context.stepped, self._index = False, 0
         # Not through the properties below: each of them would add a call to every step.
-        journal, monitor, saving = self._journal, self._monitor, self._checkpoints
-        assert journal is not None
-        assert journal.metrics is not None
+        monitor, saving = self._monitor, self._checkpoints
         assert monitor is not None
         assert saving is not None
         self._events.phase(AGREEING)
         monitor.step(self.step)
-        journal.metrics.end_step(self.step, self.epoch)
+        self._metrics.end_step(self.step, self.epoch)
         if self.step % context.options.log_every == 0:
             self._end_row()
         overdue = False
@@ -635,12 +634,6 @@ class Run:
         if self._random is not None:
             random_states.put_back(self._random, self._context.device)
             self._random = None
-
-    @property
-    def _metrics(self) -> Metrics:
-        assert self._journal is not None
-        assert self._journal.metrics is not None
-        return self._journal.metrics
 
     @property
     def _saves(self) -> CheckpointManager:

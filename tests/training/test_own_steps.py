@@ -1,6 +1,7 @@
 """Backward passes and optimizer steps that the script calls itself, over every backend."""
 
 import math
+from types import MethodType
 
 import pytest
 import ranks
@@ -395,6 +396,29 @@ def test_optimizer_is_its_own_again_after_the_session(tmp_path, monkeypatch):
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("in_class", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "O2"])
+def test_zero_grad_of_an_optimizer_itself_is_called(tmp_path, monkeypatch, in_class, precision):
+    monkeypatch.chdir(tmp_path)
+    cleared, made = [], []
+
+    def own(optimizer):
+        torch.optim.SGD.zero_grad(optimizer)
+        cleared.append(optimizer)
+
+    class Own(torch.optim.SGD):
+        zero_grad = own
+
+    def optimizer(parameters):
+        made.append(Own(parameters, 0.1) if in_class else torch.optim.SGD(parameters, 0.1))
+        if not in_class:
+            made[0].zero_grad = MethodType(own, made[0])
+        return made[0]
+
+    train(short, optimizer, precision=precision, batch_size=SAMPLES)
+    assert len(cleared) == STEPS
 
 
 def test_norm_can_only_be_measured(tmp_path, monkeypatch):
