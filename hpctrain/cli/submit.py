@@ -14,7 +14,7 @@ from hpctrain.cli.job_options import (
     spec_from,
 )
 from hpctrain.cluster.texts import printable
-from hpctrain.jobs import job_checks, job_environment, job_paths, site, submission
+from hpctrain.jobs import site
 from hpctrain.jobs.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    from hpctrain.jobs import job_paths, submission  # imported here, as below, for a fast --help
+
     described = spec_from(arguments, complete=False)
     if not described.command:
         raise no_command()
@@ -75,6 +77,8 @@ def _main(arguments: argparse.Namespace) -> int:
 
 def _print_next(spec: JobSpec, job: str) -> None:
     """Print where log and results of a job will be, and the commands to type next."""
+    from hpctrain.jobs import job_paths
+
     # The indices of an array are numbers and ranges, such as 1-5,8.
     first = re.match("[0-9]*", spec.indices)
     index = int(first[0]) if first and first[0] else None
@@ -90,6 +94,8 @@ def _print_next(spec: JobSpec, job: str) -> None:
 
 def _dry_run(described: JobSpec, spec: JobSpec) -> int:
     """Write the script to standard output, and everything else to standard error."""
+    from hpctrain.jobs import job_checks, job_environment, job_paths, submission
+
     notes = job_checks.check(spec, os.environ)
     sys.stdout.buffer.write(submission.text(spec).encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
@@ -113,7 +119,7 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
 
 def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
     """Wait until the job has ended, and return its exit code."""
-    from hpctrain.jobs import waiting  # imported here, as below, to keep submission fast
+    from hpctrain.jobs import waiting
 
     log = waiting.Log(log_size, sys.stderr.buffer) if follow and not spec.indices else None
     try:
