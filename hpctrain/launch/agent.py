@@ -11,6 +11,7 @@ folder that all hosts share.
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,7 @@ class Plan:
         staging: what each host copies to its own disk: code, environment, data.
         container: image in which the ranks run; empty for none.
         label: label of the job and number of the start, for the folder of the copies.
+        waits: whether the ranks wait for a byte of this process's standard input; see `standby`.
     """
 
     command: Sequence[str]
@@ -62,6 +64,7 @@ class Plan:
     staging: Sequence[str] = ("", "", "")
     container: str = ""
     label: str = "0-0"
+    waits: bool = False
 
     def exit_status_file(self, node_rank: int) -> Path:
         """Return the path of the exit status file of a host, which rank 0 writes on the first.
@@ -237,7 +240,7 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
             environ[env_vars.HOSTNAME] = point.host
     if len(counts) == 1:
         rank_environment.print_threads(env, environs)
-    elif world.rank == 0:
+    elif world.rank == 0 and not plan.waits:
         _print_layout(counts, share, env)
     name = f"{plan.label}{plan.attempt}"
     with staged(Staging(*plan.staging), name, env) as (own, folder):
@@ -255,6 +258,7 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
             temporary=plan.temporary,
             folder=folder,
             announces=plan.temporary,  # in a job, the supervisor has printed it
+            stdin=None if plan.waits else subprocess.DEVNULL,
         )
     return end_of(outcome, sum(counts), point.host)
 

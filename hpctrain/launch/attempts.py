@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain import rundir
@@ -143,6 +143,7 @@ def run(
     try:
         return _attempts(hosts, command, directory, environ, policy, folder, launch, received)
     finally:
+        hosts.close()
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             directory.path.rmdir()  # the program has failed before its run
@@ -163,12 +164,13 @@ def _attempts(
     for number in itertools.count():
         before = _newest(directory)
         folder = common / str(number)
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)
         plain = policy.requeue_plain
         if plain and received:
             return exit_codes.STOPPED, "a signal"
         attempt = Attempt(command, environ, folder, launch, number, bool(received), plain)
-        end = hosts.run(remaining, attempt)
+        following = replace(attempt, folder=common / str(number + 1), number=number + 1)
+        end = hosts.run(remaining, attempt, following if policy.most > 1 else None)
         recorded = read_exit_status(folder / "exit-status-0")
         stopped = end.stopped or bool(received)
         if plain and stopped and not failure_record.sessions(folder):

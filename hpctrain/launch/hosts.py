@@ -27,6 +27,7 @@ class Attempt:
         number: number of earlier attempts.
         stopping: whether the ranks are to stop at once, as a signal has come before.
         ends_plain: whether a stop signal ends a program without a session.
+        waits: whether the ranks wait until they are needed; see `standby`.
     """
 
     command: Sequence[str]
@@ -36,6 +37,7 @@ class Attempt:
     number: int
     stopping: bool = False
     ends_plain: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,20 @@ class Hosts(Protocol):
     def fixes(self, host: str) -> Sequence[str]:
         """Return what to type if a host cannot be used."""
 
-    def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
-        """Start the ranks on these hosts, and wait until they have ended."""
+    def run(
+        self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None = None
+    ) -> HostsEnd:
+        """Start the ranks on these hosts, and wait until they have ended.
+
+        Args:
+            hosts: names of the hosts.
+            attempt: this attempt.
+            following: the next one, whose ranks may be started meanwhile, to wait; None if there
+                will be none.
+        """
+
+    def close(self) -> None:
+        """End the ranks that wait for an attempt."""
 
 
 def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:

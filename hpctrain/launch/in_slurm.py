@@ -52,6 +52,8 @@ class InSlurm(JobHosts):
         UsageError: `nproc` does not fit the hosts.
     """
 
+    broadcasts = True  # --input=all is the default of srun(1)
+
     def __init__(
         self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
     ) -> None:
@@ -101,6 +103,8 @@ class InSlurm(JobHosts):
 
 class Once(InSlurm):
     """The first host of a Slurm job, on which the program runs once; it starts its ranks itself."""
+
+    broadcasts = False
 
     def _step(
         self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]

@@ -1,20 +1,28 @@
 """Hosts of a scheduler's job: an agent on each starts the ranks there."""
 
+import contextlib
+import itertools
 import json
 import queue
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from hpctrain.cluster import env_vars
+from hpctrain.errors import StartError
 from hpctrain.launch import supervisor
 from hpctrain.launch.agent import Plan
 from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
+from hpctrain.launch.standby import Standby, command_that_waits
 from hpctrain.process import failure_record
 
 __all__ = ["Inside", "JobHosts"]
+
+# A program that fails in its first seconds is not started again.
+_SECONDS_BEFORE_STANDBY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +49,19 @@ class JobHosts(ABC):
         counts: number of ranks of each host, by its name, in the order of the ranks; 0 for one for
             each GPU.
         inside: what surrounds the ranks.
+
+    Attributes:
+        broadcasts: whether the standard input of the process that `_step` returns goes to all
+            agents.
     """
+
+    broadcasts: ClassVar[bool] = False
 
     def __init__(self, counts: Mapping[str, int], inside: Inside | None = None) -> None:
         self.names: Sequence[str] = list(counts)
         self._counts = counts
         self._inside = inside or Inside()
+        self._standby: Standby | None = None
 
     def ranks(self, host: str) -> int:
         """Return the number of ranks of a host; 1 if its agent decides."""
@@ -60,14 +75,19 @@ class JobHosts(ABC):
     def fixes(self, host: str) -> Sequence[str]:
         """Return what to type if a host cannot be used."""
 
-    def run(self, hosts: Sequence[str], attempt: Attempt) -> HostsEnd:
-        """Start the ranks, and wait until they have ended."""
-        stop_file = attempt.folder / "stop"
-        start = f"{attempt.launch}/{attempt.number}"
-        environ = {**attempt.environ, env_vars.STOP_FILE: str(stop_file), env_vars.START: start}
+    def run(
+        self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None = None
+    ) -> HostsEnd:
+        """Start the ranks, and wait until they have ended; meanwhile start those of the next."""
+        stop_file = _stop_file(attempt)
         if attempt.stopping:
             stop_file.touch()
-        command, environ, exit_status_file = self._step(hosts, attempt, environ)
+        standby, self._standby = self._standby, None
+        if standby is not None and not standby.begin(hosts, attempt.folder):
+            standby.end()
+            standby = None
+        step = standby.step if standby else self._step(hosts, attempt, _environ(attempt))
+        command, environ, exit_status_file = step
         events: supervisor.Events = queue.SimpleQueue()
 
         def forward(number: int) -> str:
@@ -90,8 +110,46 @@ class JobHosts(ABC):
             events=events,
             temporary=False,
             forward=forward,
+            started=standby.rank if standby else None,
+            meanwhile=self._preparation(hosts, attempt, following),
         )
         return self._end(attempt.folder, outcome)
+
+    def close(self) -> None:
+        """End the ranks that wait for an attempt."""
+        if self._standby is not None:
+            self._standby.end()
+            self._standby = None
+
+    def _preparation(
+        self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None
+    ) -> Callable[[], None] | None:
+        """Return a function to call each second, which starts ranks for the following attempt.
+
+        Those in a container, or of a folder that each host has copied, are not started early.
+        """
+        if following is None or not self.broadcasts:
+            return None
+        if self._inside.container or any(self._inside.staging):
+            return None
+        seconds = itertools.count()
+
+        def prepare() -> None:
+            if self._standby is not None or not failure_record.sessions(attempt.folder):
+                return
+            if next(seconds) != _SECONDS_BEFORE_STANDBY:
+                return
+            modules = failure_record.modules(attempt.folder)
+            words = command_that_waits(attempt.command, modules)
+            if words is None:
+                return
+            waiting = replace(following, command=words, waits=True)
+            with contextlib.suppress(OSError, StartError):  # then the attempt starts as the first
+                following.folder.mkdir(mode=0o700)
+                step = self._step(hosts, waiting, _environ(waiting))
+                self._standby = Standby.start(hosts, following.folder, step)
+
+        return prepare
 
     @abstractmethod
     def _step(
@@ -111,8 +169,22 @@ class JobHosts(ABC):
             staging=self._inside.staging,
             container=self._inside.container,
             label=self._inside.label,
+            waits=attempt.waits,
         )
         return json.dumps(asdict(plan))
 
     def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
         return read_ends(folder, outcome.code, outcome.signal is not None)
+
+
+def _stop_file(attempt: Attempt) -> Path:
+    return attempt.folder / "stop"
+
+
+def _environ(attempt: Attempt) -> dict[str, str]:
+    """Return the environment of the agents of an attempt."""
+    return {
+        **attempt.environ,
+        env_vars.STOP_FILE: str(_stop_file(attempt)),
+        env_vars.START: f"{attempt.launch}/{attempt.number}",
+    }

@@ -69,6 +69,7 @@ class Rank:
         bind: bool,
         cores: Set[int] | None = None,
         folder: str | None = None,
+        stdin: int | None = subprocess.DEVNULL,
     ) -> "Rank":
         """Start a rank.
 
@@ -81,6 +82,7 @@ class Rank:
             cores: cores that the rank and its child processes may use; None for no change. Only
                 with `bind`.
             folder: working directory; None for that of this process.
+            stdin: its standard input, as `subprocess.Popen` takes it.
 
         Raises:
             UsageError: there is no such program.
@@ -91,7 +93,7 @@ class Rank:
                 command,
                 env=dict(environ),
                 cwd=folder,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,

@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -18,13 +19,14 @@ from hpctrain.launch.rank_processes import Guard, Rank
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Events", "Outcome", "run"]
+__all__ = ["Events", "Outcome", "run", "with_files"]
 
 # A rank that lost another rank ends by itself within seconds, with a useful error.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_STOP = 5.0
 # A child process of a rank may hold the rank's output open after the rank has ended.
 _SECONDS_TO_DRAIN = 1.0
+_SECONDS_BETWEEN_CALLS = 1.0
 
 _FORWARDED = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
@@ -89,6 +91,9 @@ def run(
     forward: Callable[[int], str] | None = None,
     folder: str | None = None,
     announces: bool = True,
+    stdin: int | None = subprocess.DEVNULL,
+    started: Rank | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -113,6 +118,9 @@ def run(
             SIGTERM, and not by SIGKILL.
         folder: working directory of the ranks (default: that of this process).
         announces: whether to print that a signal is forwarded.
+        stdin: standard input of the ranks, as `subprocess.Popen` takes it.
+        started: the only rank, if its process is there already.
+        meanwhile: function that is called about once a second while ranks run.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -123,16 +131,14 @@ def run(
     output: Output | None = None
     with _signals(events):
         guard = Guard(exit_status_file, temporary)
-        watch = _Watch(ranks, events, forward, announces)
+        watch = _Watch(ranks, events, forward, announces, meanwhile)
         try:
             for index, (number, environ) in enumerate(environs.items()):
-                own = {
-                    **environ,
-                    env_vars.EXIT_STATUS_FILE: str(exit_status_file),
-                    env_vars.EVIDENCE: str(exit_status_file.parent),
-                }
+                own = with_files(environ, exit_status_file)
                 bound_to = cores[index] if cores else None
-                ranks.append(Rank.start(number, command, own, bind, bound_to, folder))
+                ranks.append(
+                    started or Rank.start(number, command, own, bind, bound_to, folder, stdin)
+                )
                 guard.add(ranks[-1])
             output = Output(
                 ranks,
@@ -152,6 +158,16 @@ def run(
                 output.stop()
         watch.drain()
     return watch.outcome(exit_status_file.parent)
+
+
+def with_files(environ: Mapping[str, str], exit_status_file: Path) -> dict[str, str]:
+    """Return the environment of a rank with the paths of the files that it writes."""
+    folder = str(exit_status_file.parent)
+    return {
+        **environ,
+        env_vars.EXIT_STATUS_FILE: str(exit_status_file),
+        env_vars.EVIDENCE: folder,
+    }
 
 
 @contextlib.contextmanager
@@ -183,8 +199,10 @@ class _Watch:
         events: Events,
         forward: Callable[[int], str] | None,
         announces: bool,
+        meanwhile: Callable[[], None] | None,
     ) -> None:
         self._ranks = ranks
+        self._meanwhile = meanwhile
         self._announces = announces
         self._events = events
         self._forward_by = forward
@@ -250,10 +268,20 @@ class _Watch:
                 return
 
     def _next(self, deadline: float | None) -> Rank | int | None:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        event = self._events.get(timeout=timeout)
+        if self._meanwhile is None or deadline is not None:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            event = self._events.get(timeout=timeout)
+        else:
+            event = self._next_or_call(self._meanwhile)
         self._drained = self._drained or event is None
         return event
+
+    def _next_or_call(self, meanwhile: Callable[[], None]) -> Rank | int | None:
+        while True:
+            try:
+                return self._events.get(timeout=_SECONDS_BETWEEN_CALLS)
+            except queue.Empty:
+                meanwhile()
 
     def _reap(self, rank: Rank) -> None:
         rank.wait()

@@ -1,6 +1,7 @@
 """Files that ranks write for their launcher: whether a session opened, when and how it failed.
 
     FOLDER/session-RANK     the rank has opened a session; the name of its host
+    FOLDER/modules          modules of `SLOW` that rank 0 had imported then, a line each
     FOLDER/failure-RANK     JSON with the fields of `Failure`
     FOLDER/shown            process id of the rank whose traceback is on standard error
     FOLDER/shown-HASH       process id of the rank that has written an error with this text
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -22,7 +24,19 @@ from pathlib import Path
 from hpctrain.cluster import env_vars
 from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, exit_codes
 
-__all__ = ["Failure", "failures", "note_failure", "note_session", "sessions", "shown", "shows"]
+__all__ = [
+    "Failure",
+    "failures",
+    "modules",
+    "note_failure",
+    "note_session",
+    "sessions",
+    "shown",
+    "shows",
+]
+
+# Modules whose import takes seconds.
+SLOW = ("hpctrain.training.session", "torchvision", "horovod.torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,8 @@ class Failure:
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
     """Record that this rank has opened a session."""
+    if rank == 0:
+        _write(env, "modules", "\n".join(name for name in SLOW if name in sys.modules))
     _write(env, f"session-{rank}", env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0])
 
 
@@ -99,6 +115,14 @@ def sessions(folder: Path) -> dict[int, str]:
         int(path.name.rpartition("-")[2]): path.read_text().strip()
         for path in folder.glob("session-*")
     }
+
+
+def modules(folder: Path) -> list[str]:
+    """Return the modules of `SLOW` that rank 0 had imported when it opened its session."""
+    try:
+        return (folder / "modules").read_text().split()
+    except OSError:
+        return []
 
 
 def failures(folder: Path) -> dict[int, Failure]:

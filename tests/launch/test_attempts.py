@@ -102,7 +102,10 @@ class Hosts:
         assert all(attempt.launch == launch for _, attempt in self.attempts)
         return list(self.answering)
 
-    def run(self, hosts, attempt):
+    def close(self):
+        self.closed = True
+
+    def run(self, hosts, attempt, following=None):
         self.attempts.append((list(hosts), attempt))
         assert stat.S_IMODE(attempt.folder.stat().st_mode) == 0o700
         assert not list(attempt.folder.iterdir())

@@ -6,6 +6,7 @@ with have as many ranks on this machine.
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import faults
 import launches
+import processes
 import pytest
 import survivor
 
@@ -236,6 +238,46 @@ def test_preemption_without_requeue_prints_the_command_that_resumes(
     second = submit(script=("--resume",), env={name: path})
     assert second.ended() == ("COMPLETED", 0, 0), second.log
     check_finished(second, twice=0)
+
+
+def waiting_ranks():
+    """Return the processes of the next attempt that have imported torch and wait."""
+    return {
+        pid
+        for pid in processes.having("hpctrain.launch.standby_rank")
+        if Path(f"/proc/{pid}/cwd").resolve() == Path.cwd()
+        and "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    }
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_killed_ranks_cost_seconds_and_no_requeue(cluster, check_finished, lacking, backend):
+    """Kill a rank by kill -9, and in the next attempt another one."""
+    if backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
+    options = ("--backend", backend)
+    faults_ = ("--fault=hold@7", "--fault=kill@12:rank2")
+    words = ["hpctrain", "run", SURVIVOR, *faults.OPTIONS, *options, *faults_]
+    script = f"#!/bin/bash\nexec {shlex.join(map(str, words))} --run-dir run\n"
+    done = cluster.run(
+        ["sbatch", "--parsable", *ON_THREE_HOSTS, "--output=%x-%j.log"],
+        input=script,
+        env=launches.on_cluster(cluster, OMP_NUM_THREADS="1"),
+    )
+    job = Job(cluster, done.stdout.strip())
+    job.until(lambda: job.steps() == 7 and len(waiting_ranks()) == SIZE)
+    waited = waiting_ranks()
+    training = set(processes.having(str(SURVIVOR))) - waited
+    os.kill(min(training & set(processes.having("HPCTRAIN_RANK=1", "environ"))), 9)
+    Path("run.release").touch()
+    job.until(lambda: len(job.begins()) == 2)
+    assert waited < set(processes.having(str(SURVIVOR)))  # they are the ranks of this attempt
+    assert job.ended() == ("COMPLETED", 0, 0), job.log
+    assert "attempt 2: 3 of 3 hosts; from step 5 on" in job.log
+    assert "attempt 3: 3 of 3 hosts; from step 10 on" in job.log
+    check_finished(job, options)
+    assert not processes.having(str(SURVIVOR))
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""Ranks of the next attempt, which wait with their imports done while those of this one train.
+
+After a failure they begin without the seconds in which Slurm makes a step, the agents find each
+other, and Python imports torch. Each waits for a byte of its standard input (`standby_rank`). All
+ranks of a host share the input of their agent, so there are more bytes than ranks; if the input
+ends without one, they are not needed.
+"""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.launch import supervisor
+from hpctrain.launch.rank_processes import Rank
+
+__all__ = ["Standby", "command_that_waits"]
+
+_MOST_RANKS = 4096  # of a host; a pipe holds as many bytes
+_SECONDS_TO_END = 5.0
+
+Step = tuple[list[str], dict[str, str], Path]
+
+
+def command_that_waits(words: Sequence[str], modules: Sequence[str]) -> list[str] | None:
+    """Return the command of a rank that waits; None for a program that is not Python's.
+
+    Args:
+        words: command of the rank: Python, then a script or `-m MODULE`, and its arguments.
+        modules: modules to import before.
+    """
+    python, *rest = words
+    first = rest[1:] if rest[:1] == ["-P"] else rest
+    if not os.path.basename(python).startswith("python") or not first:
+        return None
+    if first[0].startswith("-") and first[0] != "-m":
+        return None
+    return [python, "-P", "-m", "hpctrain.launch.standby_rank", ",".join(modules), *rest]
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A started attempt whose ranks wait.
+
+    Attributes:
+        hosts: names of its hosts.
+        folder: folder of the attempt.
+        step: command, environment and exit status file of the process that starts the agents.
+        rank: that process.
+    """
+
+    hosts: Sequence[str]
+    folder: Path
+    step: Step
+    rank: Rank
+
+    @classmethod
+    def start(cls, hosts: Sequence[str], folder: Path, step: Step) -> "Standby":
+        """Start the agents and their ranks.
+
+        Args:
+            hosts, folder, step: see the attributes.
+
+        Raises:
+            StartError: the system cannot start another process.
+        """
+        command, environ, exit_status_file = step
+        own = supervisor.with_files(environ, exit_status_file)
+        # Other threads run, so the process is not bound to this one; it ends with its input.
+        rank = Rank.start(0, command, own, bind=False, stdin=subprocess.PIPE)
+        return cls(list(hosts), folder, step, rank)
+
+    def begin(self, hosts: Sequence[str], folder: Path) -> bool:
+        """Let the ranks begin; return whether they fit these hosts and this attempt, and run."""
+        process = self.rank.process
+        if self.folder != folder or self.hosts != list(hosts) or process.poll() is not None:
+            return False
+        assert process.stdin is not None
+        try:
+            process.stdin.write(b"g" * _MOST_RANKS)
+            process.stdin.close()
+        except OSError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End the ranks, which are not needed."""
+        process = self.rank.process
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.terminate()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        self.rank.reap(close=True)
