@@ -1,11 +1,12 @@
 """Ranks of the next attempt, which wait until it begins."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from hpctrain.launch.standby import command_that_waits
+from hpctrain.launch.standby import Standby, command_that_waits
 
 SCRIPT = """
 import json, multiprocessing, os, sys
@@ -56,3 +57,25 @@ def test_rank_that_is_not_needed_does_nothing(program):
 )
 def test_programs_that_do_not_wait(words):
     assert command_that_waits(words, []) is None
+
+
+def standby(folder, *words):
+    return Standby.start(["a", "b"], folder, (list(words), dict(os.environ), folder / "exit"))
+
+
+def test_begin_of_ranks_that_wait(tmp_path):
+    waiting = standby(tmp_path, "wc", "-c")
+    assert not waiting.begin(["a"], tmp_path)
+    assert not waiting.begin(["a", "b"], tmp_path / "of another attempt")
+    assert waiting.begin(["a", "b"], tmp_path)
+    assert int(waiting.rank.process.stdout.read()) >= 1024  # a byte for each rank of a host
+    waiting.end()
+    assert not waiting.begin(["a", "b"], tmp_path)
+
+
+@pytest.mark.parametrize("words", [["true"], ["cat"], ["sh", "-c", "trap '' TERM; cat; echo on"]])
+def test_end_of_ranks_that_are_not_needed(tmp_path, words):
+    waiting = standby(tmp_path, *words)
+    waiting.end()
+    assert waiting.rank.process.returncode is not None
+    assert not waiting.begin(["a", "b"], tmp_path)
