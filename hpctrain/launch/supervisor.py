@@ -245,7 +245,7 @@ class _Watch:
         next_signals = iter((signal.SIGTERM,))
         while running:
             try:
-                event = self._next(deadline)
+                event = self._next(deadline) if deadline else self._next_or_call()
             except queue.Empty:
                 self._end(next(next_signals, signal.SIGKILL))
                 deadline = time.monotonic() + _SECONDS_TO_STOP
@@ -268,20 +268,18 @@ class _Watch:
                 return
 
     def _next(self, deadline: float | None) -> Rank | int | None:
-        if self._meanwhile is None or deadline is not None:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            event = self._events.get(timeout=timeout)
-        else:
-            event = self._next_or_call(self._meanwhile)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        event = self._events.get(timeout=timeout)
         self._drained = self._drained or event is None
         return event
 
-    def _next_or_call(self, meanwhile: Callable[[], None]) -> Rank | int | None:
-        while True:
-            try:
-                return self._events.get(timeout=_SECONDS_BETWEEN_CALLS)
-            except queue.Empty:
-                meanwhile()
+    def _next_or_call(self) -> Rank | int | None:
+        """Return the next event; call `meanwhile` until then."""
+        while self._meanwhile is not None:
+            with contextlib.suppress(queue.Empty):
+                return self._next(time.monotonic() + _SECONDS_BETWEEN_CALLS)
+            self._meanwhile()
+        return self._next(None)
 
     def _reap(self, rank: Rank) -> None:
         rank.wait()
