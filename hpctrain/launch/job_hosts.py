@@ -1,7 +1,6 @@
 """Hosts of a scheduler's job: an agent on each starts the ranks there."""
 
 import contextlib
-import itertools
 import json
 import queue
 import signal
@@ -132,12 +131,13 @@ class JobHosts(ABC):
             return None
         if self._inside.container or any(self._inside.staging):
             return None
-        seconds = itertools.count()
+        seconds = 0  # since rank 0 was seen to have a session
 
         def prepare() -> None:
-            if self._standby is not None or not failure_record.sessions(attempt.folder):
-                return
-            if next(seconds) != _SECONDS_BEFORE_STANDBY:
+            nonlocal seconds
+            if seconds or failure_record.is_open(attempt.folder):
+                seconds += 1
+            if seconds != _SECONDS_BEFORE_STANDBY:
                 return
             modules = failure_record.modules(attempt.folder)
             words = command_that_waits(attempt.command, modules)

@@ -27,6 +27,7 @@ from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, exit
 __all__ = [
     "Failure",
     "failures",
+    "is_open",
     "modules",
     "note_failure",
     "note_session",
@@ -115,6 +116,11 @@ def sessions(folder: Path) -> dict[int, str]:
         int(path.name.rpartition("-")[2]): path.read_text().strip()
         for path in folder.glob("session-*")
     }
+
+
+def is_open(folder: Path) -> bool:
+    """Check whether rank 0 has opened a session; of one file only, as it is called often."""
+    return (folder / "session-0").exists()
 
 
 def modules(folder: Path) -> list[str]:
