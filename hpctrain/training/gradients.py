@@ -108,7 +108,6 @@ class Gradients:
                 "session.step(loss)",
                 "--accumulate 1",
             )
-        _refuse_other(loss)
         context.events.backward()
         self._pass(loss, keywords)
         context.events.phase(COMPUTING)
@@ -119,7 +118,6 @@ class Gradients:
         prepared = context.optimizers
         if optimizers or not prepared or self._need_closure:
             self._refuse_optimizers(optimizers)
-        _refuse_other(loss)
         context.events.backward()
         if self._micro_batch == 0 and not self._passed:
             self._guard.before(True)
@@ -251,6 +249,8 @@ class Gradients:
         self._closed = True
 
     def _pass(self, loss: Tensor, keywords: dict[str, Any]) -> None:
+        if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
+            raise _no_loss(loss)
         context = self._context
         if self._stepped:
             self.end_step()
@@ -440,21 +440,15 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _refuse_other(loss: Any) -> None:
-    """Refuse an object that is no loss.
-
-    Raises:
-        UsageError: it is no single number with a gradient.
-    """
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-        return
+def _no_loss(loss: Any) -> UsageError:
+    """Return the error for an object that is no single number with a gradient."""
     if not isinstance(loss, Tensor):
         found = f"a {type(loss).__name__}"
     elif loss.numel() != 1:
         found = f"a loss of shape {tuple(loss.shape)}"
     else:
         found = "a loss without a gradient (made under torch.no_grad(), or detached)"
-    raise UsageError(
+    return UsageError(
         "HT608",
         f"session.step() or session.backward() with {found}",
         "the mean loss of a micro-batch: a tensor of one number that has a gradient",

@@ -467,13 +467,13 @@ class Run:
         monitor, saving = self._monitor, self._checkpoints
         assert monitor is not None
         assert saving is not None
-        self._events.phase(AGREEING)
         monitor.step(self.step)
         self._metrics.end_step(self.step, self.epoch)
         if self.step % context.options.log_every == 0:
             self._end_row()
         overdue = False
         if self._consensus.due():
+            self._events.phase(AGREEING)
             sums = self._consensus.step(self._values(), self._doing())
             overdue = sums is not None and self._act_on(sums)
         if overdue or saving.due(self.step):
