@@ -166,8 +166,8 @@ def report_uncaught(
 
     Args:
         report: function that writes the error.
-        shows: returns whether this process shows the traceback of another exception, for the empty
-            text, and if not, whether it shows a text that describes the exception in one line.
+        shows: returns whether this process shows another exception, for the text that describes it
+            in one line, and whether with its traceback, for the empty text.
     """
     if hasattr(sys.excepthook, "instead_of"):
         return
@@ -178,11 +178,12 @@ def report_uncaught(
     ) -> None:
         if not isinstance(error, HpctrainError):
             text = f"{kind.__name__}: {error}"
-            first = shows(text)
-            if shows(""):
-                previous(kind, error, traceback)
-            elif first:
-                (sys.__stderr__ or sys.stderr).write(f"{text}\n")
+            # The text first: of ranks with the same error, one alone can show it in either way.
+            if shows(text):
+                if shows(""):
+                    previous(kind, error, traceback)
+                else:
+                    (sys.__stderr__ or sys.stderr).write(f"{text}\n")
             return
         sys.stdout.flush()
         report(error)

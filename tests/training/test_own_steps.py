@@ -97,6 +97,12 @@ def two_losses(opened, model, optimizer, batch):
 def plain(opened, model, optimizer, batch):
     optimizer.zero_grad()
     loss_of(opened, model, batch).backward()
+    optimizer.step()
+
+
+def plain_clipped(opened, model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(opened, model, batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     optimizer.step()
 
@@ -163,11 +169,12 @@ def train_clipped_by_option():
 
 
 @BACKENDS
-def test_plain_loop_of_torch_is_right(run, tmp_path, monkeypatch):
-    (alone,) = values(ranks.run(1, train, clipped))
+@pytest.mark.parametrize(("loop", "same"), [(plain, short), (plain_clipped, clipped)])
+def test_plain_loop_of_torch_is_right(run, tmp_path, monkeypatch, loop, same):
+    (alone,) = values(ranks.run(1, train, same))
     (tmp_path / "plain").mkdir()
     monkeypatch.chdir(tmp_path / "plain")
-    found = values(run(3, train, plain))
+    found = values(run(3, train, loop))
     assert weights(found) == pytest.approx(alone[0], rel=1e-9)
     assert found[0][1] == STEPS
 
