@@ -252,6 +252,7 @@ def waiting_ranks():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_killed_ranks_cost_seconds_and_no_requeue(cluster, check_finished, lacking, backend):
     """Kill a rank by kill -9, and in the next attempt another one."""
