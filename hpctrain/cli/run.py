@@ -27,12 +27,15 @@ _MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 
 _OF_SLURM = (
     *("direct", "once", "setting", "finish", "container", "container_env"),
     *("stage_code", "stage_environment", "stage_data", "elastic", "max_restarts"),
-    "requeue_plain",
+    *("requeue_plain", "spares"),
 )
 # Options that outside of a job would change nothing.
 _OF_A_JOB = (*_OF_SLURM, "max_attempts", "retry")
 # Options for what only agents do.
-_OF_AGENTS = ("nproc_per_node", "elastic", "stage_code", "stage_environment", "stage_data")
+_OF_AGENTS = (
+    *("nproc_per_node", "elastic", "spares"),
+    *("stage_code", "stage_environment", "stage_data"),
+)
 # Values of `rank_environment.AS`, which is imported only when it is needed.
 _STYLES = ("hpctrain", "slurm", "torchrun", "mpi", "horovod")
 
@@ -133,6 +136,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on with the remaining hosts if one is lost; the program has to resume with fewer "
         "ranks (--elastic --global-batch N among its own options)",
+    )
+    job.add_argument(
+        "--spares",
+        type=int,
+        metavar="N",
+        help="hosts of the job that have no ranks until another one is lost (default: 0)",
     )
     job.add_argument(
         "--min-nproc",
@@ -283,6 +292,7 @@ def _in_slurm(
         inside = Inside(staging, arguments.container or "", names, label)
         kind = Direct if arguments.direct else Once if arguments.once else InSlurm
         hosts = kind(env, arguments.nproc_per_node, inside)
+        _check_spares(arguments.spares, hosts.names)
         code, reason = starts.on_hosts(
             hosts, [*command, *setting], directory, env, _policy(arguments), received
         )
@@ -374,7 +384,8 @@ def _policy(arguments: argparse.Namespace) -> "Policy":
         raise UsageError(
             "HT804", f"--max-attempts {most}", "a number from 1 on", "--max-attempts 1"
         )
-    return Policy(most, arguments.retry, arguments.elastic, least, arguments.requeue_plain)
+    plain = arguments.requeue_plain
+    return Policy(most, arguments.retry, arguments.elastic, least, plain, arguments.spares or 0)
 
 
 def _simulated(
@@ -438,6 +449,21 @@ def _check_outside_of_a_job(
                 "ranks on all hosts of a job",
                 f"hpctrain run without {flag}",
             )
+
+
+def _check_spares(spares: int | None, hosts: Sequence[str]) -> None:
+    """Check whether a host is left for the ranks.
+
+    Raises:
+        UsageError: the job has not as many hosts.
+    """
+    if spares is not None and not 0 <= spares < len(hosts):
+        raise UsageError(
+            "HT804",
+            f"--spares {spares} in a job of {len(hosts)} hosts",
+            f"a number from 0 to {len(hosts) - 1}: the ranks start on the other hosts",
+            f"#SBATCH --nodes={len(hosts) + max(1, spares)} --no-kill",
+        )
 
 
 def _check_way(arguments: argparse.Namespace) -> None:

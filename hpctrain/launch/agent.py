@@ -11,10 +11,12 @@ folder that all hosts share.
 
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, HpctrainError, UsageError
 from hpctrain.launch import cores, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
+from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
@@ -111,6 +114,7 @@ class End:
         usage: whether all ranks ended with the exit code of wrong use.
         connected: whether a rank has used one of the stores; True where that is not known, on
             other hosts than the first one.
+        lost: name of a host that has not answered this one; empty if all have.
     """
 
     code: int
@@ -120,6 +124,7 @@ class End:
     stop_unhandled: bool
     usage: bool
     connected: bool = True
+    lost: str = ""
 
 
 def main() -> int:
@@ -166,11 +171,9 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         met = meet(
             world, point, entry, _START_SECONDS, _print, check=_check_nproc, noun="host", option=""
         )
-        if met.listener is not None:
-            met.listener.close()
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
-        end = _run(plan, met, point, env)
+        end = _watched(plan, met, point, env)
         if stores is not None:
             end = replace(end, connected=stores.used)
     finally:
@@ -212,7 +215,32 @@ def _check_nproc(roster: Roster) -> Answer:
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 
-def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, str]) -> End:
+def _watched(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, str]) -> End:
+    """Run the ranks of this host; end them when another host is lost."""
+    if met.world.world_size == 1:
+        return _run(plan, met, point, env)
+    events: supervisor.Events = queue.SimpleQueue()
+    watch = HostWatch(met, lambda: events.put(signal.SIGKILL))
+    try:
+        end = _run(plan, met, point, env, events, watch.look)
+    finally:
+        watch.close()
+    if not watch.lost or not end.code:
+        return end
+    if plan.temporary and (met.world.rank == 0 or watch.lost == met.roster.hosts[0]):
+        _print(f"{watch.lost} is lost: it has not answered for {SECONDS_TO_DETECT} s")
+    caused = end.first is None or end.first.caused_by_other_rank
+    return replace(end, first=None if caused else end.first, lost=watch.lost)
+
+
+def _run(
+    plan: Plan,
+    met: Rendezvous,
+    point: RendezvousPoint,
+    env: Mapping[str, str],
+    events: supervisor.Events | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> End:
     world, roster = met.world, met.roster
     if world.num_nodes != world.world_size:
         raise UsageError(
@@ -254,10 +282,12 @@ def _run(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, 
             {rank: {**environ, **own} for rank, environ in environs.items()},
             plan.exit_status_file(world.rank),
             labelled=sum(counts) > 1,
+            events=events,
             cores=cores.divided(here, env) if plan.bound else None,
             temporary=plan.temporary,
             folder=folder,
             announces=plan.temporary,  # in a job, the supervisor has printed it
+            meanwhile=meanwhile,
             stdin=None if plan.waits else subprocess.DEVNULL,
         )
     return end_of(outcome, sum(counts), point.host)

@@ -43,6 +43,7 @@ class Policy:
         elastic: whether an attempt may have fewer hosts than the one before.
         least: smallest number of ranks.
         requeue_plain: whether a stop signal ends a program without a session, and counts as a stop.
+        spares: number of hosts that have no ranks until another one is lost.
     """
 
     most: int = exit_codes.MOST_FRUITLESS
@@ -50,6 +51,7 @@ class Policy:
     elastic: bool = False
     least: int = 1
     requeue_plain: bool = False
+    spares: int = 0
 
 
 def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
@@ -132,7 +134,7 @@ def run(
     }
     present = hosts.present(launch)
     missing = [host for host in hosts.names if host not in present]
-    if missing:
+    if len(missing) > policy.spares:
         raise StartError(
             "HT210",
             f"{', '.join(missing)} of {len(hosts.names)} hosts cannot be used",
@@ -141,7 +143,9 @@ def run(
         )
     folder = _folder(directory, env)
     try:
-        return _attempts(hosts, command, directory, environ, policy, folder, launch, received)
+        return _attempts(
+            hosts, present, command, directory, environ, policy, folder, launch, received
+        )
     finally:
         hosts.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -151,6 +155,7 @@ def run(
 
 def _attempts(
     hosts: Hosts,
+    present: Sequence[str],
     command: Sequence[str],
     directory: rundir.RunDirectory,
     environ: Mapping[str, str],
@@ -160,7 +165,9 @@ def _attempts(
     received: Sequence[int],
 ) -> tuple[int, str]:
     """Start the ranks until the run ends or is given up; see `run`."""
-    remaining, fruitless = list(hosts.names), 0
+    wanted = len(hosts.names) - policy.spares
+    used, fruitless = present[:wanted], 0
+    silent: set[str] = set()  # hosts that did not answer when last asked
     for number in itertools.count():
         before = _newest(directory)
         folder = common / str(number)
@@ -169,8 +176,9 @@ def _attempts(
         if plain and received:
             return exit_codes.STOPPED, "a signal"
         attempt = Attempt(command, environ, folder, launch, number, bool(received), plain)
-        following = replace(attempt, folder=common / str(number + 1), number=number + 1)
-        end = hosts.run(remaining, attempt, following if policy.most > 1 else None)
+        following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)
+        end = hosts.run(used, attempt, following if policy.most > 1 else None)
+        folder = end.folder or folder
         recorded = read_exit_status(folder / "exit-status-0")
         stopped = end.stopped or bool(received)
         if plain and stopped and not failure_record.sessions(folder):
@@ -181,7 +189,8 @@ def _attempts(
             _report(end.first, end, recorded)
             return result
         _report(end.first, end, recorded)
-        used, remaining = remaining, hosts.present(launch)
+        silent = {host for host in (*silent, *end.suspects) if not hosts.answers(host)}
+        remaining = [host for host in hosts.present(launch) if host not in silent][:wanted]
         lost = [host for host in used if host not in remaining]
         after = _newest(directory)
         progress = after is not None and (before is None or after > before)
@@ -191,16 +200,17 @@ def _attempts(
         result = hopeless(failure, by_itself, bool(lost) or progress, fruitless, policy.most)
         if result is None and not (policy.plain or failure_record.sessions(folder)):
             result = failure
-        ranks = sum(hosts.ranks(host) for host in remaining)
-        if result is None and (ranks < policy.least or not remaining):
+        used = remaining
+        ranks = sum(hosts.ranks(host) for host in used)
+        if result is None and (ranks < policy.least or not used):
             result = exit_codes.GIVEN_UP, f"{ranks} ranks are left of at least {policy.least}"
-        if result is None and lost and not policy.elastic:
+        if result is None and len(used) < wanted and not policy.elastic:
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
             _record(directory, *result)
             return result
         write_stderr(
-            f"hpctrain: attempt {number + 2}: {len(remaining)} of {len(hosts.names)} hosts"
+            f"hpctrain: attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
             f"{_without(lost)}; {_from(after)}\n"
         )
     raise AssertionError  # the count has no end

@@ -1,4 +1,4 @@
-"""Interface for starting ranks on hosts that may be lost; see `in_slurm` and `under_mpirun`.
+"""Interface for starting ranks on hosts that may be lost; see `in_slurm` and `in_other_jobs`.
 
 Python, hpctrain, the script and the run directory must have the same paths on all hosts.
 """
@@ -50,6 +50,8 @@ class HostsEnd:
         first: first rank that failed by itself, or None if that is unknown.
         ranks: number of ranks; 0 if unknown.
         usage: whether all ranks ended with the exit code of wrong use.
+        suspects: names of hosts that did not answer another host, or that have not told their end.
+        folder: folder of the attempt if its ranks had waited; None if it is that of the `Attempt`.
     """
 
     code: int
@@ -57,6 +59,8 @@ class HostsEnd:
     first: FirstFailure | None = None
     ranks: int = 0
     usage: bool = False
+    suspects: Sequence[str] = ()
+    folder: Path | None = None
 
 
 class Hosts(Protocol):
@@ -77,6 +81,9 @@ class Hosts(Protocol):
         Args:
             launch: name of the launcher's run, as in `Attempt`.
         """
+
+    def answers(self, host: str) -> bool:
+        """Check whether a host that did not answer another one answers this process."""
 
     def fixes(self, host: str) -> Sequence[str]:
         """Return what to type if a host cannot be used."""
@@ -123,4 +130,5 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
         first,
         ranks=max((end["ranks"] for end in ends), default=0),
         usage=bool(ends) and all(end["usage"] for end in ends),
+        suspects=tuple(sorted({end["lost"] for end in ends if end["lost"]})),
     )

@@ -1,5 +1,6 @@
 """Start of ranks in a Slurm job: by an agent on each host, by srun, or by a program of the user."""
 
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpctrain.process import failure_record
 
 __all__ = ["Direct", "InSlurm", "Once"]
 
+_SECONDS_TO_ANSWER = 2.0
 # After sbatch --export=NONE, the tasks of srun would get no variable.
 _EXPORT = "SLURM_EXPORT_ENV"
 # Variables from which srun takes the size and the binding of a step. An agent gets all of its host.
@@ -78,6 +80,15 @@ class InSlurm(JobHosts):
             )
             return list(self.names)
         return [host for host in self.names if host in in_job]
+
+    def answers(self, host: str) -> bool:
+        """Check whether slurmd of a host accepts a connection: Slurm notices a loss much later."""
+        try:
+            address = slurm.slurmd_address(host, self._env)
+            socket.create_connection(address, _SECONDS_TO_ANSWER).close()
+        except (OSError, slurm.NoAnswerError):
+            return False
+        return True
 
     def fixes(self, host: str) -> Sequence[str]:
         """Return what to type if a host cannot be used."""

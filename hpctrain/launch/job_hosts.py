@@ -22,6 +22,9 @@ __all__ = ["Inside", "JobHosts"]
 
 # A program that fails in its first seconds is not started again.
 _SECONDS_BEFORE_STANDBY = 10
+# From the first host that has told a failure to the last one; then the launcher waits for a host
+# that is lost, and Slurm does that for minutes.
+_SECONDS_FOR_ENDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,11 @@ class JobHosts(ABC):
     def present(self, launch: str) -> list[str]:
         """Return the hosts that can be used; see `Hosts`."""
 
+    def answers(self, host: str) -> bool:
+        """Check whether a host that did not answer another one can be used; see `Hosts`."""
+        del host
+        return False
+
     @abstractmethod
     def fixes(self, host: str) -> Sequence[str]:
         """Return what to type if a host cannot be used."""
@@ -78,13 +86,15 @@ class JobHosts(ABC):
         self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None = None
     ) -> HostsEnd:
         """Start the ranks, and wait until they have ended; meanwhile start those of the next."""
+        standby, self._standby = self._standby, None
+        if standby is not None and standby.begin(hosts):
+            attempt = replace(attempt, folder=standby.folder)
+        elif standby is not None:
+            standby.end()
+            standby = None
         stop_file = _stop_file(attempt)
         if attempt.stopping:
             stop_file.touch()
-        standby, self._standby = self._standby, None
-        if standby is not None and not standby.begin(hosts, attempt.folder):
-            standby.end()
-            standby = None
         step = standby.step if standby else self._step(hosts, attempt, _environ(attempt))
         command, environ, exit_status_file = step
         events: supervisor.Events = queue.SimpleQueue()
@@ -101,6 +111,15 @@ class JobHosts(ABC):
             events.put(number)
             return "ends the ranks, which have no Session"
 
+        prepare = self._preparation(hosts, attempt, following)
+        ends = _Ends(attempt.folder, len(hosts))
+
+        def each_second() -> None:
+            if ends.overdue():
+                events.put(signal.SIGKILL)
+            else:
+                prepare()
+
         outcome = supervisor.run(
             command,
             {0: environ},
@@ -110,9 +129,15 @@ class JobHosts(ABC):
             temporary=False,
             forward=forward,
             started=standby.rank if standby else None,
-            meanwhile=self._preparation(hosts, attempt, following),
+            meanwhile=each_second,
         )
-        return self._end(attempt.folder, outcome)
+        end = self._end(attempt.folder, outcome)
+        if standby is not None:
+            end = replace(end, folder=attempt.folder)
+        if not ends.given_up:
+            return end
+        silent = [host for index, host in enumerate(hosts) if index not in ends.known()]
+        return replace(end, suspects=tuple(sorted({*end.suspects, *silent})))
 
     def close(self) -> None:
         """End the ranks that wait for an attempt."""
@@ -122,15 +147,14 @@ class JobHosts(ABC):
 
     def _preparation(
         self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], None]:
         """Return a function to call each second, which starts ranks for the following attempt.
 
         Those in a container, or of a folder that each host has copied, are not started early.
         """
-        if following is None or not self.broadcasts:
-            return None
-        if self._inside.container or any(self._inside.staging):
-            return None
+        copied = self._inside.container or any(self._inside.staging)
+        if following is None or not self.broadcasts or copied:
+            return lambda: None
         seconds = 0  # since rank 0 was seen to have a session
 
         def prepare() -> None:
@@ -175,6 +199,41 @@ class JobHosts(ABC):
 
     def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
         return read_ends(folder, outcome.code, outcome.signal is not None)
+
+
+class _Ends:
+    """The ends that the agents of an attempt have written.
+
+    Args:
+        folder: folder of the attempt.
+        hosts: number of hosts.
+
+    Attributes:
+        given_up: whether the launcher is no longer waited for.
+    """
+
+    def __init__(self, folder: Path, hosts: int) -> None:
+        self.given_up = False
+        self._folder, self._hosts = folder, hosts
+        self._seconds = 0  # since the first host has told a failure
+
+    def known(self) -> set[int]:
+        """Return the indices of the hosts that have told their end."""
+        names = (path.name.removeprefix("end-") for path in self._folder.glob("end-*"))
+        return {int(name) for name in names if name.isdecimal()}
+
+    def overdue(self) -> bool:
+        """Check whether the launcher waits for a lost host; to be called about once a second."""
+        known = self.known()
+        if self.given_up or not known:
+            return False
+        end = read_ends(self._folder, 0, False)
+        self._seconds += bool(end.code or end.suspects)
+        # A lost host cannot tell its end.
+        self.given_up = self._seconds >= _SECONDS_FOR_ENDS or (
+            bool(end.suspects) and self._seconds > 1 and len(known) >= self._hosts - 1
+        )
+        return self.given_up
 
 
 def _stop_file(attempt: Attempt) -> Path:

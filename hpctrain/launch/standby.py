@@ -72,10 +72,10 @@ class Standby:
         rank = Rank.start(0, command, own, bind=False, stdin=subprocess.PIPE)
         return cls(list(hosts), folder, step, rank)
 
-    def begin(self, hosts: Sequence[str], folder: Path) -> bool:
-        """Let the ranks begin; return whether they fit these hosts and this attempt, and run."""
+    def begin(self, hosts: Sequence[str]) -> bool:
+        """Let the ranks begin; return whether they run, and on these hosts."""
         process = self.rank.process
-        if self.folder != folder or self.hosts != list(hosts) or process.poll() is not None:
+        if self.hosts != list(hosts) or process.poll() is not None:
             return False
         assert process.stdin is not None
         try:

@@ -76,7 +76,8 @@ class Outcome:
             return self.first.code if self.first.code > 0 else 128 - self.first.code
         if self.signal is not None and any(rank.code for rank in self.ranks):
             return 128 + self.signal
-        return 0
+        # This process has ended them.
+        return 128 + signal.SIGKILL if any(rank.code for rank in self.ranks) else 0
 
 
 def run(
@@ -110,6 +111,7 @@ def run(
         labelled: whether each line of output begins with the rank.
         bind: whether the system ends a rank with this thread; False if other threads run.
         events: queue of events; the number of a signal in it counts as a signal to this process.
+            SIGKILL ends the ranks at once.
         cores: cores of each rank, in the order of `environs`; None to bind no rank. Only with
             `bind`.
         temporary: whether the folder of the exit status file is removed if this process is killed.
@@ -295,6 +297,9 @@ class _Watch:
         return True
 
     def _forward(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self._end(number)
+            return
         if number in self._forwarded:
             self._end(signal.SIGTERM if self._forward_by else signal.SIGKILL)
             return

@@ -98,6 +98,9 @@ class Hosts:
     def fixes(self, host):
         return (f"look at {host}",)
 
+    def answers(self, host):
+        return False
+
     def present(self, launch):
         assert all(attempt.launch == launch for _, attempt in self.attempts)
         return list(self.answering)

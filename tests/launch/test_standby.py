@@ -65,12 +65,11 @@ def standby(folder, *words):
 
 def test_begin_of_ranks_that_wait(tmp_path):
     waiting = standby(tmp_path, "wc", "-c")
-    assert not waiting.begin(["a"], tmp_path)
-    assert not waiting.begin(["a", "b"], tmp_path / "of another attempt")
-    assert waiting.begin(["a", "b"], tmp_path)
+    assert not waiting.begin(["a"])
+    assert waiting.begin(["a", "b"])
     assert int(waiting.rank.process.stdout.read()) >= 1024  # a byte for each rank of a host
     waiting.end()
-    assert not waiting.begin(["a", "b"], tmp_path)
+    assert not waiting.begin(["a", "b"])
 
 
 @pytest.mark.parametrize("words", [["true"], ["cat"], ["sh", "-c", "trap '' TERM; cat; echo on"]])
@@ -78,4 +77,4 @@ def test_end_of_ranks_that_are_not_needed(tmp_path, words):
     waiting = standby(tmp_path, *words)
     waiting.end()
     assert waiting.rank.process.returncode is not None
-    assert not waiting.begin(["a", "b"], tmp_path)
+    assert not waiting.begin(["a", "b"])

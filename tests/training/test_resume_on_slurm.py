@@ -305,6 +305,32 @@ def test_lost_host_requeues_without_it(cluster, submit, check_finished, loss, ho
             cluster.power_on(host)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
+def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
+    """Lose a host, and continue on the fourth host of the job, without a requeue."""
+    options = ("--pace", "0.8")
+    words = ["hpctrain", "run", "--spares", 1, SURVIVOR, *faults.OPTIONS, *options]
+    script = f"#!/bin/bash\nexec {shlex.join(map(str, words))} --run-dir run\n"
+    done = cluster.run(
+        ["sbatch", "--parsable", "--nodes=4", "--no-kill", "--output=%x-%j.log"],
+        input=script,
+        env=launches.on_cluster(cluster, OMP_NUM_THREADS="1"),
+    )
+    job = Job(cluster, done.stdout.strip())
+    job.until(lambda: job.steps() > 6)
+    try:
+        getattr(cluster, loss)("node3")
+        assert job.ended() == ("COMPLETED", 0, 0), job.log
+    finally:
+        (cluster.mend if loss == "cut" else cluster.power_on)("node3")
+    assert "attempt 2: 3 of 4 hosts, without node3" in job.log
+    check_finished(job, options)
+    print(faults.lost(job.run.path), job.log)
+    last = json.loads(job.run.starts.read_text().splitlines()[-1])
+    assert last["world"]["hosts"] == ["node1", "node2", "node4"]
+
+
 SUBMIT = """
 import sys
 import submitit

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         sbatch,
     )
     from hpctrain.cluster.slurm.command import NoAnswerError
+    from hpctrain.cluster.slurm.nodes import slurmd_address
     from hpctrain.cluster.slurm.queue import QueuedJob, jobs
     from hpctrain.cluster.slurm.sinfo import Partition, partitions
     from hpctrain.cluster.slurm.states import (
@@ -59,6 +60,7 @@ __all__ = [
     "requeue_unended",
     "sbatch",
     "script_path",
+    "slurmd_address",
     "step_is_active",
 ]
 
@@ -69,6 +71,7 @@ __getattr__ = lazy(
         "batch": ("Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"),
         "command": ("NoAnswerError",),
         "sinfo": ("Partition", "partitions"),
+        "nodes": ("slurmd_address",),
         "queue": ("QueuedJob", "jobs"),
         "states": (
             *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
