@@ -44,6 +44,7 @@ _UNSUPPORTED = {
     "stage_environment": (_AS_SCRIPT,),
     "stage_data": (_AS_SCRIPT,),
     "elastic": (_AS_SCRIPT,),
+    "spares": (_AS_SCRIPT,),
     "requeue_plain": (_AS_SCRIPT,),
     "array": ("one submit() for each index", _AS_SCRIPT),
     "sweep": ("[hpctrain.submit(train, spec, kwargs=one) for one in …]", _AS_SCRIPT),

@@ -24,10 +24,11 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
     """Yield options and their values; None for an option without a value."""
     # With `launcher = none` the defaults are left out, so that sbatch's own line decides.
     alone = spec.launcher == "none"
+    nodes = spec.nodes + spec.spares
     throttle = f"%{spec.throttle}" if spec.throttle else ""
     yield "job-name", spec.title
     for name, value in (
-        ("nodes", "" if alone and spec.nodes == 1 else spec.nodes),
+        ("nodes", "" if alone and nodes == 1 else nodes),
         (
             "ntasks-per-node",
             (spec.tasks_per_node or "") if alone and spec.tasks == 1 else spec.tasks,
@@ -48,7 +49,7 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
         # B: signal only the batch shell, which has the trap.
         yield "signal", f"B:{spec.signal}@{spec.signal_seconds}"
     yield "requeue" if spec.requeue else "no-requeue", None
-    if spec.elastic:
+    if spec.elastic or spec.spares:
         yield "no-kill", None
     for name, extra in spec.extra.items():
         if extra is not False:

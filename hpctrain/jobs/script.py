@@ -120,6 +120,8 @@ def _run(spec: JobSpec, tree: str) -> list[str]:
             options += _option(name.replace("_", "-"), value)
     if spec.container and spec.environment:
         options += ["--container-env", quote(",".join(spec.environment))]
+    if spec.spares:
+        options += ["--spares", str(spec.spares)]
     if spec.max_restarts is not None:
         options += ["--max-restarts", str(spec.max_restarts)]
     for name in ("elastic", "requeue_plain"):

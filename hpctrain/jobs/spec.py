@@ -91,6 +91,9 @@ class JobSpec:
         values.one_of(LAUNCHERS), "hpctrain", f"launcher of the ranks: {', '.join(LAUNCHERS)}",
         "NAME")
     elastic: bool = _flag(False, "continue on the remaining hosts when one is lost")
+    spares: int = _field(
+        values.integer(0, 10**4), 0,
+        "hosts beside those of `nodes` that have no ranks until one is lost (default: 0)", "N")
 
     nodes: int = _field(values.integer(1, 10**5), 1, "number of hosts", "N")
     tasks_per_node: int | None = _field(
@@ -227,8 +230,9 @@ class JobSpec:
         if self.time and self.signal_seconds >= units.seconds(self.time):
             found = f"signal_time = {self.signal_seconds} and time = {self.time}"
             yield found, "less than the whole time, in seconds"
-        if self.elastic and self.launcher != "hpctrain":
-            yield f"elastic with launcher = {self.launcher}", "launcher = hpctrain"
+        for name in ("elastic", "spares"):
+            if getattr(self, name) and self.launcher != "hpctrain":
+                yield f"{name} with launcher = {self.launcher}", "launcher = hpctrain"
 
     def _places(self) -> Iterator[tuple[str, str]]:
         """Yield contradictions about containers, copies on the hosts' disks, and other paths."""

@@ -42,6 +42,7 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
         StartError: this host has no Slurm, or Slurm does not answer.
     """
     notes = job_checks.check(spec, env)
+    spec, host_notes = _without_bad_hosts(spec, env)
     text(spec)  # refuses what cannot work, before anything is written
     _make_log_folder(spec, env)
     tree, code_notes = _freeze(spec)
@@ -49,7 +50,26 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
     answer = _answer(text(spec, tree), spec, clean)
     if tree:
         frozen_code.note_job(frozen_code.STORE, answer.job, tree)
-    return Sent(answer.job, (*notes, *code_notes, *left_out, *answer.message.splitlines()))
+    return Sent(
+        answer.job, (*notes, *host_notes, *code_notes, *left_out, *answer.message.splitlines())
+    )
+
+
+def _without_bad_hosts(spec: JobSpec, env: Mapping[str, str]) -> tuple[JobSpec, list[str]]:
+    """Return the job without the hosts that had faults lately, and notes for the user."""
+    from hpctrain.rundir import host_ledger  # not for a job that is only shown
+
+    avoided = host_ledger.avoided(Path())
+    if not avoided or spec.exclude or env.get("SBATCH_EXCLUDE"):
+        return spec, []
+    try:
+        hosts = slurm.excludable(avoided, spec.nodes + spec.spares, spec.partition, env)
+    except slurm.NoAnswerError:
+        return spec, []
+    if not hosts:
+        return spec, []
+    note = f"without {', '.join(hosts)}, which had faults lately; to use them again: "
+    return replace(spec, exclude=",".join(hosts)), [note + host_ledger.clearing(hosts)]
 
 
 def _freeze(spec: JobSpec) -> tuple[str, list[str]]:

@@ -24,8 +24,8 @@ from hpctrain import rundir
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError, HpctrainError, UsageError
-from hpctrain.launch import cores, rank_environment, supervisor
+from hpctrain.errors import ContradictionError, HpctrainError, StartError, UsageError
+from hpctrain.launch import cores, preflight, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import write_stderr
@@ -90,6 +90,7 @@ class FirstFailure:
         brief: description for a person who has seen the output.
         full: description with the last lines of the rank.
         code: exit code, as in a shell.
+        error: code of an error of hpctrain; empty for another failure.
     """
 
     rank: int
@@ -99,6 +100,7 @@ class FirstFailure:
     brief: str
     full: str
     code: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class End:
         connected: whether a rank has used one of the stores; True where that is not known, on
             other hosts than the first one.
         lost: name of a host that has not answered this one; empty if all have.
+        unfit: names of the hosts that have failed their check before the start; on the first host.
     """
 
     code: int
@@ -125,6 +128,17 @@ class End:
     usage: bool
     connected: bool = True
     lost: str = ""
+    unfit: Sequence[str] = ()
+
+
+class UnfitHostsError(StartError):
+    """The start on hosts that failed their check.
+
+    Attributes:
+        hosts: their names; only on the first host.
+    """
+
+    hosts: Sequence[str] = ()
 
 
 def main() -> int:
@@ -143,6 +157,8 @@ def main() -> int:
         shared_errors.report(error)
         usage = error.exit_code == UsageError.exit_code
         end = End(error.exit_code, 0, None, None, False, usage)
+        if isinstance(error, UnfitHostsError):
+            end = replace(end, unfit=error.hosts)
         _write(end, plan, os.uname().nodename)
     return end.code
 
@@ -159,17 +175,19 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
     Raises:
         UsageError: the numbers of ranks do not fit the hosts.
         ContradictionError: the hosts have different numbers of ranks.
-        StartError: not all agents have connected, or the system cannot start more processes.
+        StartError: not all agents have connected, the system cannot start more processes, or a
+            host has failed its check.
     """
     stores = Stores(bool(world.on_one_host)) if world.rank == 0 else None
     try:
         entry = {
             "gpus": len(rank_environment.gpus_of(env)),
             "nproc": plan.nproc,
+            "unfit": None if plan.temporary else preflight.check(Path(plan.folder), env),
             "ports": stores.ports if stores else None,
         }
         met = meet(
-            world, point, entry, _START_SECONDS, _print, check=_check_nproc, noun="host", option=""
+            world, point, entry, _START_SECONDS, _print, check=_check_hosts, noun="host", option=""
         )
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
@@ -192,15 +210,26 @@ def _print(line: str) -> None:
     write_stderr(f"hpctrain: {line}\n")
 
 
-def _check_nproc(roster: Roster) -> Answer:
-    """Check whether all hosts of a start have the same number or list of ranks.
+def _check_hosts(roster: Roster) -> Answer:
+    """Check whether all hosts are fit, and have the same number or list of ranks.
 
     Returns:
         The GPUs of each host, and the ports of the stores on the first one.
 
     Raises:
+        UnfitHostsError: hosts have failed their check.
         ContradictionError: two hosts differ.
     """
+    unfit = {entry["host"]: entry["unfit"] for entry in roster.entries if entry["unfit"]}
+    if unfit:
+        error = UnfitHostsError(
+            "HT219",
+            "; ".join(f"{host}: {found}" for host, found in unfit.items()),
+            "hosts with the GPUs, the memory and the disks that a training needs",
+            *(f"#SBATCH --exclude={host}" for host in unfit),
+        )
+        error.hosts = list(unfit)
+        raise error
     first = roster.entries[0]
     for entry in roster.entries:
         if entry["nproc"] != first["nproc"]:
@@ -329,6 +358,7 @@ def end_of(outcome: supervisor.Outcome, ranks: int, host: str) -> End:
             brief=first.describe_end(brief=True, only=only),
             full=first.describe_end(),
             code=outcome.code,
+            error=failure.error if failure else "",
         )
     return End(
         code=outcome.code,

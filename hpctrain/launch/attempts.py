@@ -7,6 +7,7 @@ hosts share, and also has the files that the attempts share.
 
 import contextlib
 import itertools
+import os
 import secrets
 import shutil
 import signal
@@ -23,10 +24,12 @@ from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.process import failure_record
+from hpctrain.rundir import host_ledger
 from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["Policy", "hopeless", "run", "settled"]
 
+_WRONG_NUMBERS = "HT318"  # found by the first computation of a rank
 # Exit codes of ranks that a stop signal to them has ended. Of SIGTERM it is no sign of a stop, as
 # launchers end the other ranks by it.
 _UNHANDLED = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
@@ -166,8 +169,10 @@ def _attempts(
 ) -> tuple[int, str]:
     """Start the ranks until the run ends or is given up; see `run`."""
     wanted = len(hosts.names) - policy.spares
-    used, fruitless = present[:wanted], 0
+    top, label = _job(environ)
+    used, fruitless = _best(present, wanted, host_ledger.avoided(top)), 0
     silent: set[str] = set()  # hosts that did not answer when last asked
+    unfit: set[str] = set()
     for number in itertools.count():
         before = _newest(directory)
         folder = common / str(number)
@@ -190,15 +195,19 @@ def _attempts(
             return result
         _report(end.first, end, recorded)
         silent = {host for host in (*silent, *end.suspects) if not hosts.answers(host)}
-        remaining = [host for host in hosts.present(launch) if host not in silent][:wanted]
-        lost = [host for host in used if host not in remaining]
+        unfit.update(_unfit(end))
+        usable = [h for h in hosts.present(launch) if h not in silent and h not in unfit]
+        lost = [host for host in used if host not in usable]
+        _note_faults(end, lost, top, label)
+        remaining = _best(usable, wanted, host_ledger.avoided(top, label))
         after = _newest(directory)
         progress = after is not None and (before is None or after > before)
         fruitless = 0 if progress else fruitless + 1
         failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
         by_itself = not number and (end.first is None or end.first.code < 128)
         result = hopeless(failure, by_itself, bool(lost) or progress, fruitless, policy.most)
-        if result is None and not (policy.plain or failure_record.sessions(folder)):
+        ran = not end.unfit  # else no program has failed
+        if result is None and ran and not (policy.plain or failure_record.sessions(folder)):
             result = failure
         used = remaining
         ranks = sum(hosts.ranks(host) for host in used)
@@ -214,6 +223,30 @@ def _attempts(
             f"{_without(lost)}; {_from(after)}\n"
         )
     raise AssertionError  # the count has no end
+
+
+def _job(env: Mapping[str, str]) -> tuple[Path, str]:
+    """Return the folder from which the job was submitted, and the label of the job."""
+    job = detect_job(env)
+    return Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd()), job.label if job else ""
+
+
+def _unfit(end: HostsEnd) -> set[str]:
+    """Return the hosts that failed their check, or on which a rank did."""
+    wrong = end.first is not None and end.first.error == _WRONG_NUMBERS
+    return {*end.unfit, *([end.first.host] if end.first and wrong else [])}
+
+
+def _note_faults(end: HostsEnd, lost: Sequence[str], top: Path, job: str) -> None:
+    unfit = _unfit(end)
+    host_ledger.note(top, sorted(unfit), host_ledger.PREFLIGHT, job)
+    host_ledger.note(top, [host for host in lost if host not in unfit], host_ledger.LOST, job)
+
+
+def _best(hosts: Sequence[str], wanted: int, avoided: Sequence[str]) -> list[str]:
+    """Return some of the hosts in their order; those to avoid only if there are no others."""
+    best = sorted(hosts, key=lambda host: host in avoided)[:wanted]
+    return [host for host in hosts if host in best]
 
 
 def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str] | None) -> None:

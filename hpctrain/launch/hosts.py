@@ -51,6 +51,7 @@ class HostsEnd:
         ranks: number of ranks; 0 if unknown.
         usage: whether all ranks ended with the exit code of wrong use.
         suspects: names of hosts that did not answer another host, or that have not told their end.
+        unfit: names of hosts that have failed their check before the start.
         folder: folder of the attempt if its ranks had waited; None if it is that of the `Attempt`.
     """
 
@@ -60,6 +61,7 @@ class HostsEnd:
     ranks: int = 0
     usage: bool = False
     suspects: Sequence[str] = ()
+    unfit: Sequence[str] = ()
     folder: Path | None = None
 
 
@@ -131,4 +133,5 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
         ranks=max((end["ranks"] for end in ends), default=0),
         usage=bool(ends) and all(end["usage"] for end in ends),
         suspects=tuple(sorted({end["lost"] for end in ends if end["lost"]})),
+        unfit=tuple(host for end in ends for host in end["unfit"]),
     )

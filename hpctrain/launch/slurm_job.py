@@ -21,6 +21,7 @@ from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import UsageError, exit_codes
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.process import signals
+from hpctrain.rundir import host_ledger
 
 __all__ = ["SlurmJob", "own_environment", "stop_signals"]
 
@@ -191,12 +192,32 @@ class SlurmJob:
         except slurm.NoAnswerError as error:
             return str(error)
         # Slurm ends this process by SIGTERM, and much later by SIGKILL.
-        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             slurm.requeue_unended(label, self.env)
+            self._exclude(listed[0].partition)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_SECONDS_UNTIL_END)
         except slurm.NoAnswerError as error:
             return str(error)
         finally:
             signal.signal(signal.SIGTERM, before)
         return "scontrol requeue was accepted, but the job continues"
+
+    def _exclude(self, partition: str) -> None:
+        """Leave out hosts with faults; only a waiting job takes this, so it is requeued before."""
+        top = Path(self.env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        hosts = host_ledger.avoided(top, self.allocation.label)
+        if not hosts:
+            return
+        try:
+            needed = len(hosts_of_job(self.env))
+            hosts = slurm.excludable(hosts, needed, partition, self.env)
+            if hosts:
+                slurm.exclude(self.allocation.label, hosts, self.env)
+                write_stderr(
+                    f"hpctrain: the next start leaves out {', '.join(hosts)}, which had faults "
+                    f"({host_ledger.LEDGER})\n"
+                )
+        except slurm.NoAnswerError as error:
+            write_stderr(f"hpctrain: {', '.join(hosts)} may be used again: {error}\n")

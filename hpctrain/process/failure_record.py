@@ -53,6 +53,7 @@ class Failure:
         exit_code: exit code with which the rank is about to end.
         traceback: traceback of the error; empty for an error of hpctrain and for SystemExit.
         date: the same time in seconds since the epoch, to compare failures of several hosts.
+        error: code of an error of hpctrain, such as HT309; empty for another one.
     """
 
     time: float
@@ -62,6 +63,7 @@ class Failure:
     exit_code: int = exit_codes.FAILED
     traceback: str = ""
     date: float = 0.0
+    error: str = ""
 
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
@@ -77,14 +79,22 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
         isinstance(error, HpctrainError) and error.reported_by_rank_0
     )
     description, code, text = f"{type(error).__name__}: {error}", exit_codes.FAILED, ""
+    name = ""
     if isinstance(error, HpctrainError):
-        description, code = error.found, error.exit_code
+        description, code, name = error.found, error.exit_code, error.code
     elif not isinstance(error, SystemExit):
         text = "".join(traceback.format_exception(error))
     elif isinstance(error.code, int):
         code = error.code
     failure = Failure(
-        time.monotonic(), caused_by_other_rank, description, os.getpid(), code, text, time.time()
+        time.monotonic(),
+        caused_by_other_rank,
+        description,
+        os.getpid(),
+        code,
+        text,
+        time.time(),
+        name,
     )
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 

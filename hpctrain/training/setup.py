@@ -19,7 +19,7 @@ from hpctrain.process.determinism import Determinism
 from hpctrain.process.logging import logger
 from hpctrain.process.threads import Threads, divide
 from hpctrain.rendezvous import consistency
-from hpctrain.training import monitor, prepare
+from hpctrain.training import known_numbers, monitor, prepare
 from hpctrain.training.context import Context
 from hpctrain.training.preemption import Preemption
 
@@ -94,6 +94,7 @@ def open_ranks(
     undo.callback(Determinism(options.deterministic, equipment.device).put_back)
     equipment.precision.switch(undo)
     backend = backends.open_backend(name, met, equipment.device, equipment.settings)
+    known_numbers.check(backend, met.roster)
     preemption.opened()
     return Context(
         options=options,

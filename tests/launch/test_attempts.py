@@ -19,6 +19,7 @@ from hpctrain.launch.agent import End, FirstFailure
 from hpctrain.launch.attempts import Policy
 from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
 from hpctrain.launch.in_slurm import InSlurm
+from hpctrain.rundir import host_ledger
 from hpctrain.rundir.exit_status import write_exit_status
 
 FAILED = (1, "rank 2 is lost")
@@ -172,6 +173,68 @@ def test_lost_host_without_elastic_ends_with_75(tmp_path):
     exit_status, hosts = run_attempts(tmp_path, ended(None, TWO, 10))
     assert exit_status == (75, "node2 of the job's hosts are lost")
     assert len(hosts.attempts) == 1
+
+
+def test_spare_replaces_a_lost_host_once(tmp_path, capsys):
+    exit_status, hosts = run_attempts(
+        tmp_path, ended(None, TWO, 10), ended(None, ["node3"], 20), spares=1
+    )
+    assert exit_status == (75, "node1 of the job's hosts are lost")
+    assert [used for used, _ in hosts.attempts] == [["node1", "node2"], TWO]
+    assert "attempt 2: 2 of 3 hosts, without node2; from step 10 on" in capsys.readouterr().err
+
+
+def test_spares_replace_a_host_that_is_missing_at_the_start_or_had_faults(tmp_path):
+    def used(name, answering, end):
+        directory = rundir.RunDirectory(tmp_path / name)
+        hosts = Hosts(directory, end)
+        hosts.answering = answering
+        attempts.run(hosts, ["python", "a.py"], directory, {}, Policy(spares=1))
+        return hosts.attempts[0][0]
+
+    assert used("a", TWO, ended(0, TWO)) == TWO
+    host_ledger.note(Path(), ["node1", "node1"], host_ledger.LOST, "5")
+    assert used("b", ALL, ended(0)) == ["node2", "node3"]
+    assert used("c", TWO, ended(0, TWO)) == TWO  # there is no other one
+
+
+def test_host_that_does_not_answer_is_lost_until_it_answers(tmp_path):
+    """Slurm lists a host for minutes after it is gone."""
+    silent = [("node2",), (), ()]
+
+    class Silent(Hosts):
+        def answers(self, host):
+            return len(self.attempts) == 2
+
+        def run(self, hosts, attempt, following=None):
+            end = super().run(hosts, attempt, following)
+            return dataclasses.replace(end, suspects=silent.pop(0))
+
+    directory = rundir.RunDirectory(tmp_path / "run")
+    hosts = Silent(directory, ended(None, ALL, 10), ended(1, ALL, 20), ended(0, ALL, 30))
+    code, _ = attempts.run(hosts, ["python", "a.py"], directory, {}, Policy(elastic=True))
+    assert code == 0
+    assert [used for used, _ in hosts.attempts] == [ALL, TWO, ALL]
+    faults = host_ledger.LEDGER.read_text().splitlines()
+    assert [json.loads(fault)["host"] for fault in faults] == ["node2"]
+
+
+def test_host_that_failed_its_check_is_not_used_again(tmp_path):
+    wrong = dataclasses.replace(failed(1), error="HT318")
+
+    class Unfit(Hosts):
+        def run(self, hosts, attempt, following=None):
+            end = super().run(hosts, attempt, following)
+            return dataclasses.replace(end, unfit=() if end.first else ("node1",))
+
+    directory = rundir.RunDirectory(tmp_path / "run")
+    hosts = Unfit(directory, ended(None, session=False), ended(1, step=10, first=wrong))
+    code, reason = attempts.run(hosts, ["python", "a.py"], directory, {}, Policy(spares=1))
+    assert (code, reason) == (75, "node2 of the job's hosts are lost")
+    assert [used for used, _ in hosts.attempts] == [["node1", "node2"], ["node2", "node3"]]
+    faults = map(json.loads, host_ledger.LEDGER.read_text().splitlines())
+    found = [(fault["host"], fault["kind"]) for fault in faults]
+    assert found == [("node1", "preflight"), ("node2", "preflight")]
 
 
 def test_failure_after_a_checkpoint_is_tried_again_on_all_hosts(tmp_path, capsys):

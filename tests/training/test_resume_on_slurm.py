@@ -241,6 +241,28 @@ def test_preemption_without_requeue_prints_the_command_that_resumes(
     check_finished(second, twice=0)
 
 
+def run_command(cluster, *options, nodes, run=(), script=(), before=()):
+    """Submit a job whose only line is `hpctrain run` of survivor.py."""
+    words = [
+        *before,
+        "hpctrain",
+        "run",
+        *run,
+        SURVIVOR,
+        *faults.OPTIONS,
+        *script,
+        "--run-dir",
+        "run",
+    ]
+    names = (f"--nodes={nodes}", "--job-name=survivor", "--output=%x-%j.log")
+    done = cluster.run(
+        ["sbatch", "--parsable", "--ntasks-per-node=1", *names, *options],
+        input=f"#!/bin/bash\nexec {shlex.join(map(str, words))}\n",
+        env=launches.on_cluster(cluster, OMP_NUM_THREADS="1"),
+    )
+    return Job(cluster, done.stdout.strip())
+
+
 def waiting_ranks():
     """Return the processes of the next attempt that have imported torch and wait."""
     return {
@@ -260,14 +282,7 @@ def test_killed_ranks_cost_seconds_and_no_requeue(cluster, check_finished, lacki
         lacking("horovod", "hpctrain horovod build")
     options = ("--backend", backend)
     faults_ = ("--fault=hold@7", "--fault=kill@12:rank2")
-    words = ["hpctrain", "run", SURVIVOR, *faults.OPTIONS, *options, *faults_]
-    script = f"#!/bin/bash\nexec {shlex.join(map(str, words))} --run-dir run\n"
-    done = cluster.run(
-        ["sbatch", "--parsable", *ON_THREE_HOSTS, "--output=%x-%j.log"],
-        input=script,
-        env=launches.on_cluster(cluster, OMP_NUM_THREADS="1"),
-    )
-    job = Job(cluster, done.stdout.strip())
+    job = run_command(cluster, nodes=3, script=(*options, *faults_))
     job.until(lambda: job.steps() == 7 and len(waiting_ranks()) == SIZE)
     waited = waiting_ranks()
     last = json.loads((job.run.path / "ledger-0.jsonl").read_text().splitlines()[-1])
@@ -310,14 +325,7 @@ def test_lost_host_requeues_without_it(cluster, submit, check_finished, loss, ho
 def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
     """Lose a host, and continue on the fourth host of the job, without a requeue."""
     options = ("--pace", "0.8")
-    words = ["hpctrain", "run", "--spares", 1, SURVIVOR, *faults.OPTIONS, *options]
-    script = f"#!/bin/bash\nexec {shlex.join(map(str, words))} --run-dir run\n"
-    done = cluster.run(
-        ["sbatch", "--parsable", "--nodes=4", "--no-kill", "--output=%x-%j.log"],
-        input=script,
-        env=launches.on_cluster(cluster, OMP_NUM_THREADS="1"),
-    )
-    job = Job(cluster, done.stdout.strip())
+    job = run_command(cluster, "--no-kill", nodes=4, run=("--spares", 1), script=options)
     job.until(lambda: job.steps() > 6)
     try:
         getattr(cluster, loss)("node3")
@@ -326,9 +334,50 @@ def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
         (cluster.mend if loss == "cut" else cluster.power_on)("node3")
     assert "attempt 2: 3 of 4 hosts, without node3" in job.log
     check_finished(job, options)
-    print(faults.lost(job.run.path), job.log)
     last = json.loads(job.run.starts.read_text().splitlines()[-1])
     assert last["world"]["hosts"] == ["node1", "node2", "node4"]
+
+
+@pytest.mark.slow
+def test_job_without_a_spare_is_requeued_without_the_lost_host(cluster, check_finished):
+    """Lose a host; the next start of the job leaves it out, though Slurm does not know it yet."""
+    options = ("--pace", "0.8")
+    job = run_command(cluster, "--requeue", "--open-mode=append", nodes=3, script=options)
+    job.until(lambda: job.steps() > 6)
+    cluster.cut("node3")
+    try:
+        job.until(lambda: "the next start leaves out node3" in job.log)
+        job.until(lambda: job.facts["ExcNodeList"] == "node3")
+        assert job.ended() == ("COMPLETED", 0, 1), job.log
+    finally:
+        cluster.mend("node3")
+    check_finished(job, options)
+    last = json.loads(job.run.starts.read_text().splitlines()[-1])
+    assert last["world"]["hosts"] == ["node1", "node2", "node4"]
+    fault = json.loads(Path("runs/.hosts.jsonl").read_text())
+    assert (fault["host"], fault["kind"], fault["job"]) == ("node3", "lost", job.number)
+
+
+@pytest.mark.slow
+def test_host_that_fails_its_check_is_replaced(cluster, tmp_path, check_finished):
+    """Let one host ask for more memory than there is."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sitecustomize.py").write_text(
+        "import platform\n"
+        "if platform.node() == 'node2':\n"
+        "    from hpctrain.launch import preflight\n"
+        "    preflight._LEAST_MEMORY = 1 << 60\n"
+    )
+    before = ("env", f"PYTHONPATH={tmp_path / 'bin'}")
+    job = run_command(cluster, "--no-kill", nodes=4, run=("--spares", 1), before=before)
+    assert job.ended() == ("COMPLETED", 0, 0), job.log
+    assert "HT219" in job.log
+    assert re.search(r"node2: \d+ MiB of memory are free", job.log)
+    check_finished(job)
+    start = json.loads(job.run.starts.read_text())
+    assert start["world"]["hosts"] == ["node1", "node3", "node4"]
+    fault = json.loads(Path("runs/.hosts.jsonl").read_text())
+    assert (fault["host"], fault["kind"]) == ("node2", "preflight")
 
 
 SUBMIT = """

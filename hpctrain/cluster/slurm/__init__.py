@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         sbatch,
     )
     from hpctrain.cluster.slurm.command import NoAnswerError
-    from hpctrain.cluster.slurm.nodes import slurmd_address
+    from hpctrain.cluster.slurm.nodes import excludable, exclude, slurmd_address
     from hpctrain.cluster.slurm.queue import QueuedJob, jobs
     from hpctrain.cluster.slurm.sinfo import Partition, partitions
     from hpctrain.cluster.slurm.states import (
@@ -50,6 +50,8 @@ __all__ = [
     "cancel",
     "end_time",
     "ended",
+    "excludable",
+    "exclude",
     "hosts_left",
     "is_label",
     "job_state",
@@ -71,7 +73,7 @@ __getattr__ = lazy(
         "batch": ("Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"),
         "command": ("NoAnswerError",),
         "sinfo": ("Partition", "partitions"),
-        "nodes": ("slurmd_address",),
+        "nodes": ("excludable", "exclude", "slurmd_address"),
         "queue": ("QueuedJob", "jobs"),
         "states": (
             *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
