@@ -20,8 +20,9 @@ from hpctrain.process import failure_record
 
 __all__ = ["Inside", "JobHosts"]
 
-# A program that fails in its first seconds is not started again.
+# A program that fails in its first seconds is not started again, unless it has run before.
 _SECONDS_BEFORE_STANDBY = 10
+_SECONDS_IN_LATER_ATTEMPTS = 2
 # From the first host that has told a failure to the last one; then the launcher waits for a host
 # that is lost, and Slurm does that for minutes.
 _SECONDS_FOR_ENDS = 15
@@ -155,13 +156,14 @@ class JobHosts(ABC):
         copied = self._inside.container or any(self._inside.staging)
         if following is None or not self.broadcasts or copied:
             return lambda: None
+        wait = _SECONDS_IN_LATER_ATTEMPTS if attempt.number else _SECONDS_BEFORE_STANDBY
         seconds = 0  # since rank 0 was seen to have a session
 
         def prepare() -> None:
             nonlocal seconds
             if seconds or failure_record.is_open(attempt.folder):
                 seconds += 1
-            if seconds != _SECONDS_BEFORE_STANDBY:
+            if seconds != wait:
                 return
             modules = failure_record.modules(attempt.folder)
             words = command_that_waits(attempt.command, modules)

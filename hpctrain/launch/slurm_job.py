@@ -191,17 +191,20 @@ class SlurmJob:
                 return f"its state is {states[0] if states else 'unknown'}"
         except slurm.NoAnswerError as error:
             return str(error)
-        # Slurm ends this process by SIGTERM, and much later by SIGKILL.
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Slurm ends this process by SIGTERM, which waits until all is done, and much later by
+        # SIGKILL.
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
             slurm.requeue_unended(label, self.env)
             self._exclude(listed[0].partition)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             time.sleep(_SECONDS_UNTIL_END)
         except slurm.NoAnswerError as error:
             return str(error)
         finally:
             signal.signal(signal.SIGTERM, before)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return "scontrol requeue was accepted, but the job continues"
 
     def _exclude(self, partition: str) -> None:

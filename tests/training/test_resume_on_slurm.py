@@ -380,6 +380,27 @@ def test_host_that_fails_its_check_is_replaced(cluster, tmp_path, check_finished
     assert (fault["host"], fault["kind"]) == ("node2", "preflight")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacking, backend):
+    """Kill random ranks (KILL, SEGV, ABRT) by hpctrain chaos as long as the job runs."""
+    if backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
+    epochs = os.environ.get("HPCTRAIN_TEST_CHAOS_EPOCHS", "60")  # of about a second
+    options = ("--backend", backend, "--epochs", epochs)
+    job = run_command(cluster, nodes=3, script=(*options, "--pace", "0.1"))
+    job.until(job.steps)
+    words = ["chaos", job.number, "--count", "1000", "--mean", "15", "--seed", "1"]
+    done = cluster.run(
+        [launches.PYTHON, "-m", "hpctrain", *words], env=launches.on_cluster(cluster), timeout=7200
+    )
+    assert done.returncode == 0, done.stderr
+    assert job.ended() == ("COMPLETED", 0, 0), job.log
+    print(done.stdout)
+    check_finished(job, options)
+    assert not processes.having(str(SURVIVOR))
+
+
 SUBMIT = """
 import sys
 import submitit

@@ -1,0 +1,65 @@
+"""`hpctrain chaos`: let faults happen in a running job, to see what it survives."""
+
+import argparse
+import os
+import sys
+import time
+
+from hpctrain.errors import UsageError
+
+__all__ = ["add"]
+
+_DEFAULT = "kill,segv,abort"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    from hpctrain.tools.chaos import KINDS
+
+    parser.description = (
+        "Lets faults happen in one of your running jobs, at random times and to random ranks. The "
+        "same seed gives the same faults. Kinds: "
+        + "; ".join(f"{kind}: {about}" for kind, about in KINDS.items())
+        + "."
+    )
+    parser.add_argument("job", metavar="JOB", help="number of the job, as squeue shows it")
+    parser.add_argument(
+        "--kinds", default=_DEFAULT, metavar="KIND,…",
+        help=f"kinds of faults; one given twice happens twice as often (default: {_DEFAULT})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--count", type=int, default=10, metavar="N", help="number of faults (default: 10)"
+    )
+    parser.add_argument(
+        "--mean", type=float, default=60.0, metavar="SECONDS",
+        help="mean distance of two faults in seconds (default: 60)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    from hpctrain.tools import chaos
+
+    kinds = arguments.kinds.split(",")
+    wrong = [kind for kind in kinds if kind not in chaos.KINDS]
+    if wrong:
+        known = ", ".join(chaos.KINDS)
+        raise UsageError("HT804", f"--kinds {arguments.kinds}", f"some of {known}", "--kinds kill")
+    if arguments.count < 1 or not 0 < arguments.mean < 1e6:
+        raise UsageError(
+            "HT804",
+            f"--count {arguments.count} --mean {arguments.mean}",
+            "at least one fault, and a positive number of seconds",
+            "--count 10 --mean 60",
+        )
+
+    def report(line: str) -> None:
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {line}\n")
+        sys.stdout.flush()
+
+    faults = chaos.sequence(kinds, arguments.count, arguments.mean, arguments.seed)
+    happened = chaos.run(arguments.job, faults, os.environ, report)
+    if happened < arguments.count:
+        sys.stdout.write(f"the job has ended after {happened} of {arguments.count} faults\n")
+    return 0
