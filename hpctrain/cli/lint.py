@@ -13,8 +13,8 @@ from hpctrain.jobs.lint import LintFinding, lint
 
 __all__ = ["add"]
 
-# A quarter of Slurm's own default limit (max_script_size).
-_MOST_BYTES = 2**20
+# A batch script of more carries data, which takes long to read.
+_MOST_BYTES = 2**17
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,8 @@ def _text(name: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError("HT824", f"{name} cannot be read: {reason}", "a batch script") from error
     if len(read) > _MOST_BYTES:
-        raise UsageError("HT824", f"{name} has more than {_MOST_BYTES} bytes", "a batch script")
+        found = f"{name} has more than {_MOST_BYTES // 1024} KiB"
+        raise UsageError("HT824", found, "a batch script")
     if not read.strip():
         raise UsageError("HT824", f"{name} is empty", "a batch script")
     if b"\0" in read:

@@ -5,164 +5,138 @@ from collections.abc import Iterator
 
 from hpctrain.jobs.lint.lint_finding import Found, shown
 from hpctrain.jobs.lint.linted_script import LintedScript
-from hpctrain.jobs.lint.shell import Assignment, plain
+from hpctrain.jobs.lint.shell import plain
 
-# Variables of Slurm's that differ from task to task. A dollar that does not expand is another
-# character in the words of a command.
+__all__ = ["RULES"]
+
+# Variables that differ from task to task, each with that of Slurm.
+_RANKS = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}
+_RANKS |= dict.fromkeys(("NODE_RANK", "GROUP_RANK"), "SLURM_NODEID")
+# A dollar that does not expand is another character in the words of a command.
 _OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
-_OWN_PATH = re.compile(r"\$\{?[!#]?(0|BASH_SOURCE)\b")
-_NODE_RANKS = ("NODE_RANK", "GROUP_RANK")
-_RANKS = ("RANK", "LOCAL_RANK", *_NODE_RANKS)
-_SECRET = re.compile(r"(\w*(PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|ACCESS_KEY))\Z")
+_OWN_PATH = re.compile(r"(?!.*SLURM_SUBMIT_DIR).*\$\{?[!#]?(0|BASH_SOURCE)\b", re.DOTALL)
+_PORT = re.compile(r" --((?:master.|main.process.)port|rdzv.endpoint)[= ](\S*:|)([1-9]\d*)(?!\S)")
+_SECRET = re.compile(r"\w*(PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|ACCESS_KEY)\Z")
 _PLACEHOLDER = re.compile(
-    r"<|/|~|\.\.\.|x{3,}|true\Z|false\Z|none\Z|your|my|change|\*{3}|here", re.IGNORECASE
+    r"[<$`/~]|\.\.\.|x{3,}|true\Z|false\Z|none\Z|your|my|change|\*{3}|here", re.IGNORECASE
 )
 _CLEARS_SLURM = re.compile(r"unset\b.*SLURM|env\s+(-i|-u\s*S(LURM|BATCH)_)|\$\{!SLURM_?[@*]")
 # Commands for which the path of the spooled script is harmless.
-_HARMLESS_COMMANDS = frozenset(
-    ("echo", "printf", "logger", "basename", "[", "[[", "test", "case", "trap", "sbatch")
-)
+_HARMLESS = "echo printf logger basename [ [[ test case trap sbatch"
 
 
-def _exported(script: LintedScript, name: str) -> Assignment | None:
-    return script.shell.get(name) if script.exports(name) else None
+def _form(script: LintedScript) -> Iterator[Found]:
+    """Yield what is wrong with the form of the script and its #SBATCH lines."""
+    yield from script.directives.found
+    yield from script.directives.missing_log_folders(script.folder)
+    # Both tested with 22.05.
+    if not script.text.startswith("#!"):
+        reason = "sbatch refuses a script whose first line does not begin with #!"
+        yield 1, "no-shebang", reason, "put #!/bin/bash into the first line, at its very beginning"
+    before, carriage, _ = script.text.partition("\r\n")
+    if carriage:
+        reason = "lines end in \\r\\n, and sbatch refuses the script"
+        yield before.count("\n") + 1, "dos-line-ends", reason, "sed -i 's/\\r$//' SCRIPT"
 
 
-def open_quote(script: LintedScript) -> Iterator[Found]:
-    """Find a quote that is not closed, at which bash ends with an error (bash(1), QUOTING)."""
-    # Here-documents in $(…), and quotes with a backslash in them, are not looked at.
-    certain = "<<" not in script.text and "$'" not in script.text
-    if script.shell.open_quote and certain:
-        reason = "this quote is not closed, and bash ends here with an error"
-        yield script.shell.open_quote, reason, "type the other quote", "shellcheck SCRIPT"
+def _ranks(script: LintedScript) -> Iterator[Found]:
+    """Yield rank variables with one value for all tasks.
 
-
-def export_none(script: LintedScript) -> Iterator[Found]:
-    """Find steps that inherit --export=NONE, as SLURM_EXPORT_ENV is not set (sbatch(1))."""
-    option = script.options.get("export")
-    if not option or option.value.upper() not in ("NONE", "NIL") or script.heterogeneous:
-        return
-    cleared = any(one.name == "SLURM_EXPORT_ENV" for one in script.shell.assignments)
-    step = next((step for step in script.steps if "export" not in step.options), None)
-    if step and not cleared:
-        reason = f"srun inherits --export={option.value}: its tasks get no variable, and no PATH"
-        yield step.line, reason, "type srun --export=ALL", "unset SLURM_EXPORT_ENV before it"
-
-
-def sbatch_in_job(script: LintedScript) -> Iterator[Found]:
-    """Find an sbatch that gives this job's variables to the next job.
-
-    Source: sbatch(1), INPUT ENVIRONMENT VARIABLES.
+    Source: srun(1), OUTPUT ENVIRONMENT VARIABLES; bash(1), EXPANSION.
     """
-    if _CLEARS_SLURM.search(script.text):
-        return
-    for launch in script.commands:
-        # The same job again has the same variables.
-        words = " ".join(launch.argv)
-        right = re.search(r" --export=(NONE|NIL)", words) or _OWN_PATH.search(words)
-        if launch.argv[0] == "sbatch" and not right:
-            reason = "the next job inherits this job's SLURM_* variables, as options for its srun"
-            yield launch.line, reason, 'unset "${!SLURM_@}" before it, at the end of the script'
-
-
-def manual_rank(script: LintedScript) -> Iterator[Found]:
-    """Find rank variables that the batch shell sets to one value for all tasks.
-
-    Source: srun(1), OUTPUT ENVIRONMENT VARIABLES.
-    """
-    steps = [step for step in script.steps if step.trains and (script.step_tasks(step)[0] or 0) > 1]
+    steps = [one for one in script.steps if (script.tasks_of(one.options)[0] or 0) > 1]
     # torchrun gives its ranks variables of their own.
-    alone = any(step.kind == "python" for step in steps)
-    for name in _RANKS if alone else _NODE_RANKS if steps else ():
-        value = _exported(script, name)
+    alone = any(one.kind == "python" for one in steps)
+    for name, variable in _RANKS.items() if any(one.trains for one in steps) else ():
+        value = script.shell.exported(name) if alone or variable == "SLURM_NODEID" else None
         if value and (value.value.isdigit() or _OF_A_TASK.search(value.value)):
             reason = f"{name} is set once, in the batch shell, so all tasks have the same"
-            fix = f"leave it out, or type srun bash -c '{name}=$SLURM_PROCID python …'"
-            yield value.line, reason, fix
-    size = _exported(script, "WORLD_SIZE") if alone else None
-    tasks = {str(script.step_tasks(step)[0]) for step in steps}
-    if size and size.value.isdigit() and size.value not in tasks:
+            program = "python" if alone else "torchrun"
+            fix = f"type srun bash -c '{name}=${variable} {program} …'"
+            yield value.line, "manual-rank", reason, fix, "leave it out"
+    size = script.shell.exported("WORLD_SIZE") if alone else None
+    sizes = {script.tasks_of(one.options)[0] for one in steps}
+    if size and size.value.isdecimal() and int(size.value) not in sizes:
         reason = f"WORLD_SIZE is {shown(size.value)}, and srun starts another number of tasks"
-        yield size.line, reason, 'export WORLD_SIZE="$SLURM_NTASKS"'
+        yield size.line, "manual-rank", reason, 'export WORLD_SIZE="$SLURM_NTASKS"'
+    for step in steps:
+        match = _OF_A_TASK.search(" ".join(step.argv)) if step.by else None
+        if match:
+            reason = f"${match[1]} is replaced here, in the batch shell, by 0 for all tasks"
+            fix = f"let each task replace it: srun bash -c '… ${match[1]} …' in single quotes"
+            yield step.line, "rank-of-batch-shell", reason, fix
 
 
-def rank_of_batch_shell(script: LintedScript) -> Iterator[Found]:
-    """Find rank variables in srun's line, replaced before tasks start (bash(1), EXPANSION)."""
-    for step in script.steps:
-        match = _OF_A_TASK.search(" ".join(step.argv))
-        if match and (script.step_tasks(step)[0] or 0) > 1:
-            name = match[1]
-            reason = f"${name} is replaced here, in the batch shell, where it is 0, for all tasks"
-            fix = f"let each task replace it: srun bash -c '… ${name} …' in single quotes"
-            yield step.line, reason, fix
-
-
-def manual_gpus(script: LintedScript) -> Iterator[Found]:
-    """Find a CUDA_VISIBLE_DEVICES that the script sets, although Slurm sets it for the job's GPUs.
-
-    If cgroups hide the other GPUs, the job's GPUs are 0 to N-1, so these numbers are accepted.
-    Source: gres.conf(5) and the guide to GRES.
-    """
-    value, gpus = _exported(script, "CUDA_VISIBLE_DEVICES"), script.gpus_per_node
-    if not value or not gpus or script.options.get("exclusive"):
-        return
-    listed = re.fullmatch(r"\d{1,4}(,\d{1,4})*", value.value, re.ASCII)
-    if listed and max(map(int, value.value.split(","))) >= gpus:
+def _environment(script: LintedScript) -> Iterator[Found]:
+    """Yield variables that hide GPUs, collide with other jobs, or do not reach the tasks."""
+    exclusive, gpus = "exclusive" in script.options, script.gpus_per_node
+    value = script.shell.exported("CUDA_VISIBLE_DEVICES")
+    numbers = value.value.split(",") if value and gpus and not exclusive else ()
+    # If cgroups hide the other GPUs, the job's GPUs are 0 to N-1, so these numbers are accepted.
+    if value and any(one.isdecimal() and int(one) >= gpus for one in numbers):
         reason = f"the job has {gpus} GPUs on a node, and Slurm sets CUDA_VISIBLE_DEVICES to them"
-        yield value.line, reason, "leave it out"
+        yield value.line, "manual-gpus", reason, "leave it out"
+    if not exclusive:
+        yield from _fixed_ports(script)
+    # sbatch(1): --export=NONE is for the steps too, until SLURM_EXPORT_ENV is not there.
+    if script.value("export").upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
+        for step in script.steps:
+            if step.by and "export" not in step.options:
+                reason = "srun inherits --export=NONE: its tasks get no variable, and no PATH"
+                fix = "unset SLURM_EXPORT_ENV before it"
+                yield step.line, "export-none", reason, "type srun --export=ALL", fix
 
 
-def fixed_port(script: LintedScript) -> Iterator[Found]:
-    """Find a fixed port, on which two jobs on one host conflict, unless nodes are exclusive."""
-    port = _exported(script, "MASTER_PORT")
-    if not port or not port.value.isdigit() or script.options.get("exclusive"):
-        return
-    # torchrun takes its port from an option, and hpctrain run chooses one.
-    takes_port = any(
-        one.kind == "python" or (one.kind == "agent" and port.value in " ".join(one.argv))
-        for one in script.commands
-    )
-    if takes_port:
-        reason = f"two jobs on one host both take port {shown(port.value)}, and one of them fails"
-        fix = "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))"
-        yield port.line, reason, fix, "leave it out with hpctrain"
+def _fixed_ports(script: LintedScript) -> Iterator[Found]:
+    """Yield fixed ports. torchrun takes its port from an option, and hpctrain run chooses one."""
+    port = script.shell.exported("MASTER_PORT")
+    ports: list[tuple[int, str, str]] = []
+    if port and port.value.isdecimal() and any(one.kind == "python" for one in script.launches):
+        ports = [(port.line, port.value, "export MASTER_PORT=")]
+    for launch in script.launches:
+        option = _PORT.search(launch.program) if launch.kind == "agent" else None
+        host = "HOST:" if option and option[2] else ""
+        ports += [(launch.line, option[3], f"type --{option[1]}={host}")] if option else []
+    for line, number, fix in ports:
+        reason = f"two jobs on one host both take port {shown(number)}, and one of them fails"
+        other = "type hpctrain run, which finds a free port"
+        yield line, "fixed-port", reason, fix + "$((10000 + SLURM_JOB_ID % 20000))", other
 
 
-def secret_in_script(script: LintedScript) -> Iterator[Found]:
-    """Find secrets in the script, of which Slurm keeps a copy (sbatch(1), AccountingStoreFlags)."""
-    for one in script.shell.assignments:
-        if not _SECRET.match(one.name) or not one.literal:
-            continue
-        reason = f"the script contains {one.name}, and Slurm and others keep copies of it"
-        if one.name == "HPCTRAIN_SECRET" and one.value:
-            yield one.line, reason, "leave it out: hpctrain run makes one for each start"
-        elif len(one.value) >= 8 and not _PLACEHOLDER.search(plain(one.value)):
-            fix = f'read it from a file that only you can read: {one.name}=$(<"$HOME/.{one.name}")'
-            yield one.line, reason, fix
-
-
-def script_path(script: LintedScript) -> Iterator[Found]:
-    """Find uses of the script's own path, as Slurm runs a copy in a spool folder.
-
-    Source: sbatch(1), DESCRIPTION.
-    """
-    # Such a script gets its path from scontrol show job.
-    if "Command=" in script.text:
-        return
-    # A branch may be for those who start the script without Slurm.
-    lines = [one.line for one in script.shell.assignments if one.sure and _is_own_path(one.value)]
-    lines += [
-        one.line
-        for one in script.commands
-        if one.argv[0] not in _HARMLESS_COMMANDS
-        and not one.command.conditional
-        and _is_own_path(" ".join(one.command.words))
-    ]
-    if lines:
+def _shell(script: LintedScript) -> Iterator[Found]:
+    """Yield open quotes, secrets, the script's own path, and jobs that inherit variables."""
+    # Here-documents in $(…), and quotes with a backslash in them, are not looked at.
+    quote = script.shell.open_quote
+    if quote and "<<" not in script.text and "$'" not in script.text:
+        reason = "this quote is not closed, and bash ends here with an error"
+        yield quote, "open-quote", reason, "type the other quote", "shellcheck SCRIPT"
+    # Slurm keeps a copy of the script: sbatch(1), AccountingStoreFlags.
+    for one in script.shell.variables:
+        fix = f'read it from a file that only you can read: {one.name}=$(<"$HOME/.{one.name}")'
+        secret = len(one.value) >= 8 and not _PLACEHOLDER.search(plain(one.value))
+        if secret and _SECRET.match(one.name):
+            reason = f"the script contains {one.name}, and Slurm and others keep copies of it"
+            yield one.line, "secret-in-script", reason, fix
+    # A branch may be for those who start the script without Slurm, and so is SLURM_SUBMIT_DIR:-$0.
+    clears = _CLEARS_SLURM.search(script.text)
+    paths = [(one.line, one.value) for one in script.shell.variables if one.sure]
+    for launch in script.launches:
+        words = " ".join(launch.command.words)
+        if launch.argv[0] not in _HARMLESS.split() and not launch.command.conditional:
+            paths.append((launch.line, words))
+        # The same job again has the same variables. sbatch(1), INPUT ENVIRONMENT VARIABLES.
+        right = re.search(r" --export=(NONE|NIL)", words) or _OWN_PATH.match(words)
+        if launch.argv[0] == "sbatch" and not right and not clears:
+            reason = "the next job inherits this job's SLURM_* variables, as options for its srun"
+            fix = 'unset "${!SLURM_@}" before it, at the end of the script'
+            yield launch.line, "sbatch-in-job", reason, fix
+    # A script with Command= gets its path from scontrol show job.
+    own = [line for line, text in paths if _OWN_PATH.match(text) and "Command=" not in script.text]
+    if own:
         reason = "Slurm runs a copy of the script, so its own path is that of a spool folder"
-        yield min(lines), reason, 'cd "$SLURM_SUBMIT_DIR", the folder where sbatch was called'
+        fix = 'cd "$SLURM_SUBMIT_DIR", the folder where sbatch was called'
+        yield min(own), "script-path", reason, fix
 
 
-def _is_own_path(text: str) -> bool:
-    # As in ${SLURM_SUBMIT_DIR:-$(dirname "$0")}, it may be for a start without Slurm.
-    return bool(_OWN_PATH.search(text)) and "SLURM_SUBMIT_DIR" not in text
+#: Functions that yield what is wrong with a script.
+RULES = (_environment, _form, _ranks, _shell)

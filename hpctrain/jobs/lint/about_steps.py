@@ -8,229 +8,182 @@ from hpctrain.jobs.lint.lint_finding import Found, shown
 from hpctrain.jobs.lint.linted_script import LintedScript
 from hpctrain.jobs.lint.shell import plain
 
+__all__ = ["RULES"]
+
 # `hpctrain run` also calls it --ntasks-per-node.
-_NPROC = re.compile(r" --(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d{1,5})(?!\S)", re.ASCII)
-_GPUS_BY_TASK = ("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
+_NPROC = re.compile(r" --(?:nproc[-_]per[-_]node|ntasks-per-node)[= ]([0-9]{1,5})(?!\S)")
+_GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task")
+_BY_TASK = frozenset(("gpus-per-task", "gpu-bind", "ntasks-per-gpu"))
+# Options and variables after which a task has more than one CPU, and those of a step.
+_CPUS = frozenset(("cpus-per-task", "cpus-per-gpu", "tres-per-task"))
+_CPUS_OF_JOB = frozenset(("exclusive", "mincpus", "extra-node-info")) | _CPUS
 # A variable of Slurm's that differs from task to task, in the text of a program.
 _OF_A_TASK = re.compile(r"\$\{?SLURM_(PROCID|LOCALID|NODEID)\b")
-# torchrun with all its options, if no variable among them may hold more of them.
-_TORCHRUN = re.compile(
-    r"(?P<name>(?:python\S* (?:-\S+ )*-m )?[\w/.$-]{0,99}"
-    r"(?:torchrun|torch\.distributed\.(?:run|launch)))"
-    r"(?P<options>(?: --?[\w-]+(?:=\S+| (?!-|\S+\.py)\S+)?)*?)(?P<program> (?:-m \S+|\S+\.py\b).*)",
-    re.DOTALL,
+# torchrun with its own options, up to the program that it starts.
+_NAME = (
+    r"(?P<name>(?:python\S* (?:-\S+ )*-m )?[\w/.$-]*(?:torchrun|torch.distributed.(?:run|launch)))"
 )
+_TORCHRUN = re.compile(_NAME + r"(?P<options>.*?)(?P<program> (?:-m \S+|\S+\.py\b).*)", re.DOTALL)
+_OPTION = re.compile(r" --?([\w-]+)(?:(?:=| (?!-))(\S+))?")
 _RENDEZVOUS_OPTION = re.compile(
-    r" --(?:nn\w*|node[-_]rank|rdzv[-_]backend|rdzv[-_]endpoint|master[-_]addr|master[-_]port)"
-    r"[= ](?P<value>\S+)| --standalone"
+    r" --(?:(?:nn|node.rank|rdzv.(?:backend|endpoint)|master.)\w*[= ]\S+|standalone)"
 )
-_LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|::1|\[::1\])(:\d+)?\Z")
+_LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[?::1\]?)?(:.*)?\Z")
 _FIRST_HOST = "$(scontrol show hostnames | head -n 1)"
 _RENDEZVOUS = (
-    '--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d '
+    ' --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d '
     f'--rdzv-endpoint="{_FIRST_HOST}:$((20000 + SLURM_JOB_ID % 10000))"'
 )
+_ACCELERATE = (
+    "bash -c 'accelerate launch --num_machines=$SLURM_JOB_NUM_NODES "
+    "--machine_rank=$SLURM_NODEID --main_process_ip=FIRST_HOST --main_process_port=PORT …'"
+)
+_OWN_CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
 
 
-def missing_srun(script: LintedScript) -> Iterator[Found]:
-    """Find a training without srun, which runs once, on the first node (sbatch(1), DESCRIPTION)."""
-    if any(one.by for one in script.commands) or script.opaque or script.heterogeneous:
-        return
-    nodes, each = script.nodes or 1, script.tasks[1] or 1
-    for launch in script.commands:
-        # On one node torchrun is right without srun, and so is a program with its own processes.
-        ranks = each > 1 and script.gpus_per_node == each and launch.kind == "python"
-        # With `hpctrain run --once` a person says that the program starts its ranks itself.
-        intended = launch.supervised and launch.kind == "python"
-        if launch.trains and not intended and (nodes > 1 or ranks):
-            where = f"on the first of {nodes} nodes" if nodes > 1 else f"as one of {each} tasks"
-            reason = f"this starts {where} only: Slurm runs a batch script once"
-            yield launch.line, reason, *_with_srun(script, launch)
-            return
+def _job(script: LintedScript) -> Iterator[Found]:
+    """Yield a training without srun, and numbers of ranks and CPUs that do not fit the GPUs.
+
+    Source: sbatch(1), DESCRIPTION; srun(1), --ntasks-per-node and --gpus-per-node.
+    """
+    gpus, each, nodes = script.gpus_per_node, script.tasks_per_node or 1, script.count("nodes") or 1
+    if launch := script.lacks_srun:
+        where = f"on the first of {nodes} nodes" if nodes > 1 else f"as one of {each} tasks"
+        reason = f"this starts {where} only: Slurm runs a batch script once"
+        yield launch.line, "missing-srun", reason, *_with_srun(script, launch)
+    trains = [one for one in script.launches if one.trains]
+    given = script.options.keys() | {name for one in trains for name in one.options}
+    # Slurm gives each task one CPU, if the partition has no other default. In a script of `hpctrain
+    # render` that default is what a person left to the cluster.
+    left_out = "HPCTRAIN_SITE" not in script.text and not given & _CPUS_OF_JOB
+    if trains and each <= gpus > 1 and left_out:
+        line = max(script.options[name].line for name in _GPUS if name in script.options)
+        reason = f"Slurm gives each task one CPU, so a node's {gpus} GPUs wait for their data"
+        fix = f"type #SBATCH --cpus-per-task={8 * gpus // each}, or a node's cores by its tasks"
+        fix += f", and srun {_OWN_CPUS}" if any(one.by == "srun" for one in trains) else ""
+        yield line, "missing-cpus", reason, fix
+    for launch in script.launches if gpus and not _BY_TASK & script.options.keys() else ():
+        steps = launch.by in ("srun", "hpctrain run") or launch is script.lacks_srun
+        tasks, nproc = script.tasks_of(launch.options)[1] if steps else None, _nproc(launch)
+        # One task on a node may use all its GPUs, or stand for a rank for each of them.
+        ranks = nproc or (tasks if launch.kind in ("python", "run") and tasks != 1 else None)
+        several_runs = launch.by == "srun" and launch.kind == "run" and nproc and tasks != 1
+        own = {*_GPUS, *_BY_TASK} & launch.options.keys()
+        if ranks and ranks != gpus and not own and not several_runs:
+            option = "--nproc-per-node" if nproc else "#SBATCH --ntasks-per-node"
+            reason = f"{ranks} ranks on each node, which has {gpus} GPUs"
+            yield launch.line, "tasks-and-gpus", reason, f"type {option}={gpus}"
+
+
+def _nproc(launch: Launch) -> int | None:
+    match = _NPROC.search(launch.program) if launch.kind in ("agent", "run") else None
+    return int(match[1]) if match else None
 
 
 def _with_srun(script: LintedScript, launch: Launch) -> tuple[str, ...]:
     """Return the lines that start a program on all nodes."""
-    if launch.kind == "agent":
-        return (_srun_of_agents(script, launch),)
-    srun, command = "srun --kill-on-bad-exit=1", launch.text
-    if (script.options.number("cpus-per-task") or 1) > 1:
-        srun += ' --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-    if _OF_A_TASK.search(command):
+    srun, command, cpus = "srun --kill-on-bad-exit=1", launch.text, script.count("cpus-per-task")
+    if launch.kind != "agent":
+        srun += f" {_OWN_CPUS}" if cpus else ""
         # The batch shell would replace such a variable by 0, for all tasks.
-        return (f"{srun} bash -c '{command}'",)
-    plain_python = re.match(r"python ((?!-)|(?=-m ))", command)
-    run = (f"exec hpctrain run {command[plain_python.end() :]}",) if plain_python else ()
-    return (f"{srun} {command}", *run)
-
-
-def _srun_of_agents(script: LintedScript, launch: Launch) -> str:
-    """Return the line that starts torchrun or a similar launcher with srun on all hosts."""
-    srun = 'srun --kill-on-bad-exit=1 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
-    cpus = script.options.number("cpus-per-task") or 1
-    if cpus > 1:
-        # One agent has the CPUs of all tasks of its host.
-        srun += f" --cpus-per-task={cpus * (script.tasks[1] or 1)}"
-    if launch.text.startswith("accelerate"):
-        return (
-            f"{srun} bash -c 'accelerate launch --num_machines=$SLURM_JOB_NUM_NODES "
-            "--machine_rank=$SLURM_NODEID --main_process_ip=FIRST_HOST --main_process_port=PORT …'"
-        )
-    apart, corrected = _torchrun(launch)
-    if apart or (corrected and "node-rank" in launch.text):
-        return f"{srun} {corrected}"
-    # If its options are not known, they may be right.
-    return f"{srun} {launch.text}" + ("" if corrected else f", where it has {_RENDEZVOUS}")
+        command = f"bash -c '{command}'" if _OF_A_TASK.search(command) else command
+        run = re.sub(r"^python (?!-)|^python (?=-m )", "exec hpctrain run ", command)
+        return (f"{srun} {command}", *([run] if run != command else []))
+    srun += ' --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+    # One agent has the CPUs of all tasks of its host.
+    srun += f" --cpus-per-task={cpus * (script.tasks_per_node or 1)}" if cpus else ""
+    if command.startswith("accelerate"):
+        return (f"{srun} {_ACCELERATE}",)
+    apart, together = _torchrun(launch)
+    return (f"{srun} {together if apart or '--node-rank' in command else command}",)
 
 
 def _torchrun(launch: Launch) -> tuple[str, str]:
-    """Return why the agents of torchrun are apart, and the command with which they are not.
+    """Return why the agents of torchrun do not find each other, and the command with which they do.
 
-    Returns:
-        The first is empty if they find each other; both are empty if not all options are known.
+    The first is empty if they find each other, or if that is not certain.
     """
-    match = _TORCHRUN.search(" ".join(launch.program))
-    if not match:
-        return "", ""
-    options = {
-        one[0].split("=")[0].split()[0].replace("_", "-"): one["value"] or ""
-        for one in _RENDEZVOUS_OPTION.finditer(match["options"])
-    }
-    nodes = [value for name, value in options.items() if name.startswith("--nn")]
-    address = options.get("--rdzv-endpoint") or options.get("--master-addr")
-    others = _RENDEZVOUS_OPTION.sub("", match["options"]) + match["program"]
-    corrected = f"{shown(plain(match['name']))} {_RENDEZVOUS} {shown(plain(others).strip())}"
+    match = _TORCHRUN.search(launch.program)
+    if not match or "$" in _OPTION.sub("", match["options"]):
+        return "", launch.text
+    given = {name.replace("_", "-"): value for name, value in _OPTION.findall(match["options"])}
+    nodes = given.get("nnodes", given.get("nnode", "1"))
     apart = ""
-    if "--standalone" in options or {*nodes} <= {"1", "1:1"}:
+    if "standalone" in given or nodes in ("1", "1:1"):
         apart = "srun starts torchrun on several hosts, and without --nnodes each trains alone"
-    elif not address or _LOOPBACK.match(address):
+    elif _LOOPBACK.match(given.get("rdzv-endpoint") or given.get("master-addr", "")):
         apart = "each host's torchrun searches for the others on its own host, and finds none"
-    return apart, corrected
+    rest = plain(_RENDEZVOUS_OPTION.sub("", match["options"]) + match["program"])
+    return apart, f"{shown(plain(match['name']))}{_RENDEZVOUS}{shown(rest)}"
 
 
-def hosts_apart(script: LintedScript) -> Iterator[Found]:
-    """Find steps whose ranks on several hosts do not find each other.
+def _steps(script: LintedScript) -> Iterator[Found]:
+    """Yield what is wrong with each srun, and with the training that lacks one."""
+    ends = re.search(r"SLURM_(KILL_BAD_EXIT|WAIT)\b", script.text)
+    own_cpus = "SRUN_CPUS_PER_TASK" in script.text
+    for step in script.steps:
+        total, each = (number or 1 for number in script.tasks_of(step.options))
+        chosen = {"nodelist", "relative"} & step.options.keys() or step.command.conditional
+        if total > each and not chosen:
+            yield from _hosts_apart(script, step)
+        yield from _gpu_isolation(script, step, each)
+        if not step.by:
+            continue
+        if each > 1 and (step.kind == "agent" or (step.kind == "run" and _nproc(step))):
+            name, python = ("torchrun", "python") if step.kind == "agent" else ("hpctrain run",) * 2
+            reason = f"srun starts {each} times {name} on each node, each with ranks of its own"
+            fix = f"type srun {python} …, without --nproc-per-node"
+            yield step.line, "several-agents", reason, "type srun --ntasks-per-node=1", fix
+        # From 22.05 on: srun(1), --cpus-per-task.
+        cpus = script.count("cpus-per-task") or 1
+        works = step.kind not in ("small", "unknown")
+        if cpus > 1 and works and not own_cpus and not _CPUS & step.options.keys():
+            reason = f"from Slurm 22.05 on srun does not take --cpus-per-task={cpus} from sbatch"
+            fix = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it"
+            yield step.line, "cpus-dropped", reason, f"type srun {_OWN_CPUS}", fix
+        # The default: srun(1), --kill-on-bad-exit.
+        waits = step.options.get("kill-on-bad-exit", "0") == "0" and "wait" not in step.options
+        if step.trains and total > 1 and waits and not ends:
+            reason = f"when one of {total} tasks dies, the others wait for it until the time limit"
+            run = ("type exec hpctrain run without srun",) if step.kind == "run" else ()
+            yield step.line, "no-kill-on-bad-exit", reason, "type srun --kill-on-bad-exit=1", *run
+
+
+def _hosts_apart(script: LintedScript, step: Launch) -> Iterator[Found]:
+    """Yield why the ranks of several hosts do not find each other.
 
     Without --nnodes an agent does not wait for others. torchrun's default address is 127.0.0.1,
     which is a different host on each host.
     Source: torch.distributed.run, Usage, and torch.distributed, Environment variable
     initialization.
     """
-    for step in script.steps:
-        total, each = script.step_tasks(step)
-        chosen = {"nodelist", "relative"} & step.options.keys()
-        if not total or not each or total <= each or chosen or step.command.conditional:
-            continue
-        program = plain(" ".join(step.program))
-        # Another training on each host may be intended, and options may come from the environment.
-        intended = _OF_A_TASK.search(program) or "PET_" in script.text
-        if step.kind == "python" and "MASTER_ADDR" not in program:
-            yield from _address(script, step)
-        elif step.kind == "agent" and not intended:
-            apart, corrected = _torchrun(step)
-            if apart:
-                yield step.line, apart, f"srun … {corrected}"
+    # Another training on each host may be intended, and options may come from the environment.
+    intended = _OF_A_TASK.search(plain(step.program)) or "PET_" in script.text
+    apart, together = _torchrun(step)
+    if apart and step.kind == "agent" and step.by and not intended:
+        yield step.line, "hosts-apart", apart, f"srun … {together}"
+    address = script.shell.exported("MASTER_ADDR")
+    own = step.kind != "python" or "MASTER_ADDR" in step.program
+    if address and not own and _LOOPBACK.match(address.value):
+        reason = f"MASTER_ADDR is {shown(address.value)}, which on each host is that host itself"
+        yield address.line, "hosts-apart", reason, f'export MASTER_ADDR="{_FIRST_HOST}"'
 
 
-def _address(script: LintedScript, step: Launch) -> Iterator[Found]:
-    """Find a MASTER_ADDR that is a different host on each host."""
-    address = script.shell.get("MASTER_ADDR")
-    line, text = step.line, step.command.inline.get("MASTER_ADDR", "")
-    if not text and address and script.exports("MASTER_ADDR"):
-        line, text = address.line, address.value
-    if _LOOPBACK.match(text):
-        reason = f"MASTER_ADDR is {shown(text)}, which on each host is that host itself"
-        yield line, reason, f'export MASTER_ADDR="{_FIRST_HOST}"'
+def _gpu_isolation(script: LintedScript, step: Launch, each: int) -> Iterator[Found]:
+    """Yield options with which NCCL reaches no other GPU, and `cuda:LOCAL_RANK` does not exist.
 
-
-def several_agents(script: LintedScript) -> Iterator[Found]:
-    """Find an srun that starts several launchers on a node, each for all ranks of the node."""
-    for step in script.steps:
-        each = script.step_tasks(step)[1] or 1
-        if step.kind == "agent" and each > 1:
-            reason = f"srun starts {each} times torchrun on each node, each with ranks of its own"
-            fix = "start python instead of torchrun"
-            yield step.line, reason, "type #SBATCH --ntasks-per-node=1", fix
-        elif step.kind == "run" and each > 1 and _nproc(step):
-            reason = f"srun starts {each} times hpctrain run on each node, each with all its ranks"
-            fix = "type exec hpctrain run without srun"
-            yield step.line, reason, "leave out --nproc-per-node", fix
-
-
-def tasks_and_gpus(script: LintedScript) -> Iterator[Found]:
-    """Find a number of ranks on a node that differs from its number of GPUs.
-
-    Source: srun(1), --ntasks-per-node and --gpus-per-node.
-    """
-    gpus = script.gpus_per_node
-    if not gpus or script.heterogeneous or any(script.options.get(one) for one in _GPUS_BY_TASK):
-        return
-    own = {*_GPUS_BY_TASK, "gpus", "gres", "gpus-per-node"}
-    for launch in script.commands:
-        tasks = script.step_tasks(launch)[1] if launch.by == "srun" else None
-        if launch.by == "hpctrain run":
-            tasks = script.tasks[1]
-        nproc = _nproc(launch) if launch.kind in ("agent", "run") else None
-        # One task on a node may use all its GPUs, or stand for a rank for each of them.
-        ranks = nproc or (tasks if launch.kind in ("python", "run") and tasks != 1 else None)
-        several_runs = launch.by == "srun" and launch.kind == "run" and nproc and tasks != 1
-        if not ranks or ranks == gpus or own & launch.options.keys() or several_runs:
-            continue
-        option = "--nproc-per-node" if nproc else "#SBATCH --ntasks-per-node"
-        reason = f"{ranks} ranks on each node, which has {gpus} GPUs"
-        yield launch.line, reason, f"type {option}={gpus}"
-
-
-def _nproc(launch: Launch) -> int | None:
-    match = _NPROC.search(plain(" ".join(launch.program)))
-    return int(match[1]) if match else None
-
-
-def cpus_dropped(script: LintedScript) -> Iterator[Found]:
-    """Find steps without --cpus-per-task, which srun does not inherit from sbatch from 22.05 on.
-
-    Source: srun(1), --cpus-per-task.
-    """
-    cpus = script.options.number("cpus-per-task") or 1
-    if cpus < 2 or script.heterogeneous or script.exports("SRUN_CPUS_PER_TASK"):
-        return
-    for step in script.steps:
-        own = {"cpus-per-task", "cpus-per-gpu", "tres-per-task"} & step.options.keys()
-        works = step.kind in ("python", "agent", "run", "other")
-        if works and not own and "SRUN_CPUS_PER_TASK" not in step.command.inline:
-            reason = f"from Slurm 22.05 on srun does not take --cpus-per-task={cpus} from sbatch"
-            fix = 'type srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-            yield step.line, reason, fix, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it"
-
-
-def no_kill_on_bad_exit(script: LintedScript) -> Iterator[Found]:
-    """Find steps in which tasks wait for a dead task, the default (srun(1), --kill-on-bad-exit)."""
-    if script.exports("SLURM_KILL_BAD_EXIT") or script.exports("SLURM_WAIT"):
-        return
-    for step in script.steps:
-        tasks = script.step_tasks(step)[0] or 1
-        waits = step.options.get("kill-on-bad-exit", "0") == "0" and "wait" not in step.options
-        inline = "SLURM_KILL_BAD_EXIT" in step.command.inline
-        if step.trains and tasks > 1 and waits and not inline:
-            reason = f"when one of {tasks} tasks dies, the others wait for it until the time limit"
-            fixes = ("type exec hpctrain run without srun",) if step.kind == "run" else ()
-            yield step.line, reason, "type srun --kill-on-bad-exit=1", *fixes
-
-
-def gpu_isolation(script: LintedScript) -> Iterator[Found]:
-    """Find steps in which each task sees only its own GPU.
-
-    NCCL then cannot reach the GPUs of other tasks directly, and `cuda:LOCAL_RANK` does not exist.
     With `--gpu-bind=none` each task sees all GPUs.
     Source: srun(1), --gpus-per-task and --gpu-bind.
     """
-    for step in script.steps:
-        each = script.step_tasks(step)[1] or 1
-        bind = step.options.get("gpu-bind", script.options.value("gpu-bind"))
-        single = re.match(r"(verbose,|v,)?(single|per_task|map_gpu|mask_gpu)", bind)
-        own = step.options.get("gpus-per-task", script.options.value("gpus-per-task"))
-        if step.trains and each > 1 and "none" not in bind and (single or own):
-            options = f"--gpu-bind={shown(bind)}" if single else f"--gpus-per-task={shown(own)}"
-            reason = f"with {options} a task sees only its own GPU, and NCCL reaches no other"
-            fix = f"type --gpus-per-node={script.gpus_per_node or each} instead"
-            yield step.line, reason, fix, "add --gpu-bind=none"
+    bind = step.options.get("gpu-bind", script.value("gpu-bind"))
+    single = re.match(r"(verbose,|v,)?(single|per_task|map_gpu|mask_gpu)", bind)
+    own = step.options.get("gpus-per-task", script.value("gpus-per-task"))
+    if step.trains and each > 1 and "none" not in bind and (single or own):
+        options = f"--gpu-bind={shown(bind)}" if single else f"--gpus-per-task={shown(own)}"
+        reason = f"with {options} a task sees only its own GPU, and NCCL reaches no other"
+        fix = f"type --gpus-per-node={script.gpus_per_node or each} instead"
+        yield step.line, "gpu-isolation", reason, fix, "add --gpu-bind=none"
+
+
+#: Functions that yield what is wrong with a script.
+RULES = (_job, _steps)

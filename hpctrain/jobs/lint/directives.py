@@ -1,30 +1,46 @@
-"""Reader of a script's #SBATCH lines, which also finds what sbatch would refuse.
+"""The #SBATCH lines of a script, and the rules on what Slurm ignores, refuses or reads otherwise.
 
 sbatch(1), DESCRIPTION: they end at the first line that is neither a comment nor white space. The
-treatment of quotes, backslashes and # was tested with sbatch 22.05.
+treatment of quotes and # was tested with sbatch 22.05. A line that sbatch ignores and an option
+that is misspelt are reported, and read as a person means them: what else is wrong is found at once.
 """
 
+import itertools
 import re
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+import shlex
+import signal
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.jobs.lint.lint_finding import Found, shown
-from hpctrain.jobs.lint.sbatch_options import KINDS, SHORT, SRUN_ONLY, long_name, similar
+from hpctrain.jobs.lint.sbatch_options import SHORT, SRUN_ONLY, VALUED, long_names, similar
+from hpctrain.jobs.units import slurm_seconds
 
-__all__ = ["MARK", "Component", "Directive", "Directives", "read_directives"]
+__all__ = ["SIGNALS", "Directives", "Option", "signal_request"]
 
-MARK = "#SBATCH"
-# More than a script has; further lines are ignored.
-_MOST_LINES = 1000
-# White space, then a word of plain characters, quoted ones and escaped ones, to # or white space.
-# A backslash goes, in quotes as well, and keeps a quote or a # after it, but no space.
-_WORD = re.compile(r"""\s*((?:\\\S?|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s'"\\#])*)""")
-_PARTS = re.compile(r"""'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)"|(\\\S?|[^\s'"\\])""")
-_ESCAPED = re.compile(r"\\(.?)")
+#: Names of signals by number, and EXIT, as for `trap`.
+SIGNALS = {"0": "EXIT"} | {str(one.value): one.name[3:] for one in signal.Signals}
+_SIGNAL = re.compile(r"(?:([RB]+):)?(\w+)(?:@([0-9]{1,5}))?\Z")
+_MARK = "#SBATCH"
+# More than a script has; further lines, and the rest of a longer one, are not looked at.
+_MOST_LINES, _MOST_CHARACTERS = 500, 2_000
+# "# sbatch --x script.sh" is an example of a command, and no directive, and so is ##SBATCH.
+_MISSPELT = re.compile(
+    r"\s+#SBATCH(?=[\s-])|"
+    r"(?:# (?:S[BACTH]{4,5}|BATCH)|#(?!SBATCH)(?i:S[BACTH]{4,5}|BATCH))(?=\s+--?[A-Za-z])"
+)
+_EXPORTED = re.compile(r"['\" ]*([A-Za-z_]\w*(=|['\" ]*\Z)|\Z)")
+_PATHS = ("output", "error", "input", "chdir")
+# A job of fewer megabytes does not start Python.
+_LEAST_MEGABYTES = 129
+
+# Number of a line, its options, and if Slurm ignores it, reason and fix.
+_Marked = tuple[int, str, *tuple[str, ...]]
 
 
-class Directive(NamedTuple):
+class Option(NamedTuple):
     """An option in a #SBATCH line.
 
     Attributes:
@@ -38,181 +54,165 @@ class Directive(NamedTuple):
     value: str
 
 
-class Component(list[Directive]):
-    """Options of a job, or of one part of a heterogeneous job."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[str, Directive] = {}
-
-    def add(self, directive: Directive) -> None:
-        """Add an option."""
-        self.append(directive)
-        self._last[directive.name] = directive
-
-    def get(self, name: str) -> Directive | None:
-        """Return the last option of a name, which is the valid one."""
-        return self._last.get(name)
-
-    def value(self, name: str) -> str:
-        """Return the value of an option; empty if it is not given."""
-        found = self.get(name)
-        return found.value if found else ""
-
-    def number(self, name: str) -> int | None:
-        """Return the value as a number; None if it is not given, or is no number."""
-        value = self.value(name)
-        return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
-
-
-@dataclass
 class Directives:
     """The #SBATCH lines of a script.
 
     Attributes:
-        components: options; several components only for a heterogeneous job.
-        problems: lines that sbatch refuses or reads in another way, by the rule that reports them.
-        end: number of the first line with a command, or of the line after the last one.
+        parts: the last option of each name; several parts only for a heterogeneous job.
+        found: what is wrong with the lines.
     """
 
-    components: list[Component] = field(default_factory=lambda: [Component()])
-    problems: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
-    end: int = 0
+    def __init__(self, lines: list[str], comments: list[tuple[int, str]]) -> None:
+        self.parts: list[dict[str, Option]] = [{}]
+        self.found: list[Found] = []
+        for line, text, *ignored in itertools.islice(_marked(lines, comments), _MOST_LINES):
+            self._line = line
+            if ignored:
+                self._report("directive-ignored", *ignored)
+            self._words = deque(self._split(text[:_MOST_CHARACTERS].rstrip("\\")))
+            if self._words and self._words[0] in ("hetjob", "packjob"):
+                self.parts.append({})
+                continue
+            while self._words:
+                self._take(self._words.popleft())
 
+    def _report(self, rule: str, reason: str, *fixes: str) -> None:
+        self.found.append((self._line, rule, reason, *fixes))
 
-class _ProblemError(Exception):
-    """What is wrong in a line: the rule that reports it, the reason, and fixes."""
+    def _refuse(self, why: str, fix: str) -> None:
+        self._report("directive-refused", f"sbatch refuses this line: {why}", f"type {fix}")
 
-    def __init__(self, rule: str, reason: str, *fixes: str) -> None:
-        super().__init__(reason)
-        self.rule, self.reason, self.fixes = rule, reason, fixes
-
-
-def _refused(why: str, *fixes: str) -> _ProblemError:
-    types = (f"type {fix}" for fix in fixes)
-    return _ProblemError("directive-refused", f"sbatch refuses this line: {why}", *types)
-
-
-def read_directives(lines: list[str]) -> Directives:
-    """Read the lines of a script up to the first command."""
-    read = Directives(end=len(lines) + 1)
-    marked = 0
-    for number, line in enumerate(lines, 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            read.end = number
-            break
-        if not line.startswith(MARK):
-            continue
-        words, problem = _split(line[len(MARK) :])
-        problems = [problem] if problem else []
+    def _split(self, text: str) -> list[str]:
         try:
-            if words in (["hetjob"], ["packjob"]):
-                read.components.append(Component())
-            else:
-                _take(deque(words), number, read.components[-1])
-        except _ProblemError as error:
-            problems.append(error)
-        for one in problems:
-            read.problems[one.rule].append((number, one.reason, *one.fixes))
-        marked += 1
-        if marked == _MOST_LINES:
-            break
-    return read
+            return shlex.split(text, comments=True)
+        except ValueError:
+            quote = "the other quote; a #SBATCH line ends with its line"
+            self._refuse(f"a quote in {shown(text.strip())} is not closed", quote)
+            return re.split("['\"]", text)[0].split()
 
-
-def _split(text: str) -> tuple[list[str], _ProblemError | None]:
-    """Split as sbatch does, and find an open quote or a word that # cuts."""
-    words: list[str] = []
-    at = 0
-    while match := _WORD.match(text, at):
-        at = match.end()
-        parts = (one[1] or one[2] or one[3] or "" for one in _PARTS.finditer(match[1]))
-        word = "".join(_ESCAPED.sub(r"\1", part) for part in parts)
-        words += [word] if word else []
-        if text[at : at + 1] == "#":
-            return words, _cut(text[at:]) if match[1] else None
-        if not match[1]:
-            break
-    rest = text[at:].strip()
-    if rest:
-        fix = "the other quote; a #SBATCH line ends with its line"
-        return words, _refused(f"a quote in {shown(rest)} is not closed", fix)
-    return words, None
-
-
-def _cut(rest: str) -> _ProblemError:
-    return _ProblemError(
-        "directive-cut",
-        f"sbatch reads {shown(rest)} as a comment, although there is no space before it",
-        "put the value into quotes",
-        "put a space before the comment",
-    )
-
-
-def _take(words: deque[str], line: int, options: Component) -> None:
-    """Add the options of a line up to the first wrong one, as sbatch stops there."""
-    while words:
-        word = words.popleft()
-        if word.startswith("--") and len(word) > 2:
-            _take_long(word[2:], words, line, options)
-        elif word.startswith("-") and len(word) > 1:
-            _take_short(word, words, line, options)
-        else:
-            fix = "an option begins with - or --, such as --name=value"
-            if word.startswith(("–", "—", "−")):
-                fix = f"type two hyphens in place of the dash: --{shown(word.lstrip('–—−'))}"
-            reason = f"sbatch refuses {shown(word)}: no option"
-            raise _ProblemError("directive-refused", reason, fix)
-
-
-def _take_long(text: str, rest: deque[str], line: int, options: Component) -> None:
-    given, equals, value = text.partition("=")
-    name = long_name(given)
-    if name is None:
-        _check_unknown(given)
-        # It may be an option of a plugin, and the word after it its value.
-        if rest and not rest[0].startswith("-"):
-            rest.popleft()
-        return
-    if KINDS[name] == "none" and equals:
-        raise _refused(f"--{given} takes no value", f"#SBATCH --{name}")
-    if KINDS[name] == "required" and not equals:
-        if not rest:
-            raise _refused(f"--{given} needs a value", f"#SBATCH --{name}=…")
-        value = rest.popleft()
-        if value.startswith("="):
-            raise _refused(f"there is a space before = in --{given} =", f"--{name}=…")
-    options.add(Directive(line, name, value))
-
-
-def _check_unknown(given: str) -> None:
-    rule = "unknown-option"
-    if given in SRUN_ONLY:
-        raise _ProblemError(rule, f"sbatch refuses --{given}", f"type {SRUN_ONLY[given]}")
-    meant = similar(given)
-    if meant:
-        fixes = (f"type --{name}" for name in meant)
-        raise _ProblemError(rule, f"sbatch has no option --{shown(given)}", *fixes)
-
-
-def _take_short(word: str, rest: deque[str], line: int, options: Component) -> None:
-    """Add one or several short options, as in -Hv or -N2."""
-    for index, letter in enumerate(word[1:], 1):
-        name = SHORT.get(letter)
-        if name is None:
-            fix = "one that sbatch --help lists"
-            raise _refused(f"sbatch has no option -{shown(letter)}", fix)
-        if KINDS[name] == "required":
-            value = word[index + 1 :]
-            if "=" in word and long_name(word[1:].partition("=")[0]):
-                raise _refused(f"{shown(word)} has one hyphen", f"-{shown(word)}")
-            if value.startswith("="):
-                fixes = (f"-{letter} {shown(value[1:])}", f"--{name}{shown(value)}")
-                raise _refused(f"the = in {shown(word)} is read as part of the value", *fixes)
-            if not value and not rest:
-                raise _refused(f"-{letter} needs a value", f"#SBATCH --{name}=…")
-            options.add(Directive(line, name, value or rest.popleft()))
+    def _take(self, word: str) -> None:
+        """Take a word, and the next one if it is the value."""
+        given, equals, value = word.lstrip("-").partition("=")
+        if not re.match(r"--?[^-]", word):
+            dashes = shown(given.lstrip("–—−"))
+            fix = f"--{dashes}, with two hyphens" if dashes != given else "--NAME=VALUE"
+            self._refuse(f"{shown(word)} is no option", fix)
+            self._words.clear()
             return
-        options.add(Directive(line, name, ""))
-        if KINDS[name] == "optional":
-            return
+        if word[1] != "-" and equals and long_names(given):
+            self._refuse(f"{shown(word)} has one hyphen", f"-{shown(word)}")
+        elif word[1] != "-":
+            given, equals, value = SHORT.get(word[1], word[1]), "", word[2:]
+            if value and given in SHORT.values() and given not in VALUED:
+                self._words.appendleft(f"-{value}")
+                value = ""
+        name = self._named(given)
+        if name in VALUED and not equals:
+            value = value or (self._words.popleft() if self._words else "")
+            if not value or value[0] == "=":
+                why = "needs a value" if not value else "has a = that is read as part of its value"
+                self._refuse(f"--{name} {why}", f"{_MARK} --{name}=VALUE")
+                value = value[1:] or (self._words.popleft() if self._words else "")
+        if name:
+            self._add(Option(self._line, name, value))
+
+    def _named(self, given: str) -> str:
+        """Return the option that a person means; empty for one of a plugin, or for several."""
+        meant = long_names(given)
+        if len(meant) == 1:
+            return meant[0]
+        if len(given) == 1:
+            self._refuse(f"sbatch has no option -{shown(given)}", "one that sbatch --help lists")
+            return ""
+        meant = meant or similar(given)
+        fixes = [f"type --{name}" for name in meant]
+        if given in SRUN_ONLY.split():
+            fixes, meant = [f"type srun --{given} …"], []
+        if fixes:
+            self._report("unknown-option", f"sbatch has no option --{shown(given)}", *fixes)
+        elif self._words and not self._words[0].startswith("-"):
+            self._words.popleft()
+        return meant[0] if len(meant) == 1 else ""
+
+    def _add(self, option: Option) -> None:
+        """Add an option, and report what is wrong with it by its section of sbatch(1)."""
+        _, name, value = option
+        text = f"--{name}={shown(value)}"
+        old = self.parts[-1].get(name, option)
+        self.parts[-1][name] = option
+        if old.value != value:
+            both = f"{shown(old.value)} in line {old.line} and {shown(value)} here"
+            reason = f"--{name} is {both}; Slurm uses the last one without a warning"
+            self._report("option-twice", reason, f"keep one of lines {old.line} and {option.line}")
+        unlimited = value.lower() in ("infinite", "unlimited", "-1", "0")
+        if name == "time" and slurm_seconds(value) is None and not unlimited:
+            self._refuse(text, "days-hours:minutes:seconds or minutes, such as --time=24:00:00")
+        if name == "signal" and not signal_request(value):
+            self._refuse(text, "--signal=B:USR2@120: a signal, and at most 65535 seconds")
+        if (value[:1] == "~" and name in _PATHS) or re.search(r"\$[\w{(]", value):
+            reason = f"no shell reads a #SBATCH line: {text} is used literally"
+            fix = "write the value itself (in file names %u is the user, %j the job, %x its name)"
+            self._report("directive-variable", reason, fix, f"type sbatch --{name}=… SCRIPT")
+        small = name == "mem" and re.fullmatch("[0-9]{1,3}", value)
+        if small and 0 < int(value) < _LEAST_MEGABYTES:
+            reason = f"--mem={value} is {value} megabytes, for all tasks of a node"
+            self._report("memory-in-megabytes", reason, f"type --mem={value}G")
+        cut = [one for one in value.split(",") if name == "export" and not _EXPORTED.match(one)]
+        if cut:
+            reason = f"--export is cut at commas: {shown(cut[0])} is read as a variable's name"
+            self._report("export-cut", reason, "export it in the script: export NAME='a,b'")
+
+    def missing_log_folders(self, above: Path) -> Iterator[Found]:
+        """Yield missing log folders: Slurm creates none, and the job fails before its first line.
+
+        Source: sbatch(1), --output. Tested with 22.05: the job is FAILED with 0:53 at once, and
+        writes nothing. Only relative paths are checked, as others may be on another machine.
+        """
+        for options in self.parts if not any("chdir" in part for part in self.parts) else ():
+            for name in {"output", "error"} & options.keys():
+                folder, slash, _ = options[name].value.rpartition("/")
+                # What Slurm fills in is not known here; the folder above it is.
+                known = re.split(r"/?[^/]*[%$\0]", folder)[0]
+                fix = f"mkdir -p {shown(known)} before sbatch; in the script it comes too late"
+                if (above / known).is_dir():
+                    fix = f"type --{name}={shown(known)}{'/' if known else ''}%x-%j.log"
+                    slash = slash if re.search(r"%\d*[jA]", folder) else ""
+                if slash and not re.match("[/~$]", folder or "/"):
+                    reason = f"Slurm makes no folder {shown(folder)}: the job fails without a log"
+                    yield options[name].line, "log-folder-missing", reason, fix
+
+
+def signal_request(text: str) -> tuple[bool, str, int] | None:
+    """Parse --signal=[{R|B}:]SIGNAL[@SECONDS]; return None if sbatch would refuse it.
+
+    Returns:
+        Whether only the batch shell gets the signal, its name without SIG, and the seconds (60 by
+        default) before the end of the time limit.
+    """
+    match = _SIGNAL.match(text)
+    if not match:
+        return None
+    name, seconds = match[2].upper().removeprefix("SIG"), int(match[3] or 60)
+    name = SIGNALS.get(name, name)
+    valid = name in SIGNALS.values() and name != "EXIT" and seconds <= 65535
+    return ("B" in (match[1] or ""), name, seconds) if valid else None
+
+
+def _marked(lines: list[str], comments: list[tuple[int, str]]) -> Iterator[_Marked]:
+    """Yield number and options of each #SBATCH line; for one that Slurm ignores, reason and fix."""
+    code = (at for at, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#")
+    end = next(code, len(lines) + 1)
+    for number, line in enumerate(lines[: end - 1], 1):
+        if line.startswith(_MARK):
+            yield number, line[len(_MARK) :]
+        elif match := _MISSPELT.match(line):
+            reason = f"for Slurm {shown(line.strip())} is a comment, as its mark is not {_MARK}"
+            yield number, line[match.end() :], reason, f"type {_MARK} at the beginning of the line"
+    before, first = ["", *lines, ""][end - 1 : end + 1]
+    if before.startswith(_MARK) and before.endswith("\\") and first.lstrip().startswith("-"):
+        reason = "a backslash does not continue a #SBATCH line, so this is a command"
+        yield end, first, reason, f"begin the line with {_MARK}"
+    for number, comment in comments:
+        if number > end and re.match(rf"{_MARK}\s+-", comment):
+            reason = f"Slurm reads no {_MARK} line after the first command, in line {end}"
+            yield number, comment[len(_MARK) :], reason, "move it up, before all commands"

@@ -8,8 +8,8 @@ __all__ = ["Found", "LintFinding", "shown"]
 
 _LONGEST = 60
 
-#: What a rule yields: line number, reason, and one or more fixes.
-Found = tuple[int, str, *tuple[str, ...]]
+#: What the rules yield: line number, name of the rule, reason, and one or more fixes.
+Found = tuple[int, str, str, *tuple[str, ...]]
 
 
 @dataclass(frozen=True, order=True)

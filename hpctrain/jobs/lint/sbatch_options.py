@@ -2,40 +2,33 @@
 
 from hpctrain.cluster.texts import nearest
 
-__all__ = ["KINDS", "SHORT", "SRUN_ONLY", "long_name", "similar"]
+__all__ = ["SHORT", "SRUN_ONLY", "VALUED", "long_names", "similar"]
 
 # sbatch --help and getopt's own lists of 22.05; those of later releases from their sbatch(1).
-_BY_KIND = {
-    "required": """
+_VALUED = """
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
-container context core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
-delay-boot dependency distribution error exclude export export-file extra-node-info gid gpu-bind
-gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input job-name
-kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
-mincpus network nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
-ntasks-per-socket open-mode output partition power prefer priority profile qos reservation signal
-sockets-per-node switches thread-spec threads-per-core time time-min tmp uid
-wait-all-nodes wckey wrap container-id extra segment tres-bind tres-per-task
-container-image container-mounts container-workdir container-name
-""",
-    "optional": "exclusive get-user-env nice no-kill parsable propagate oom-kill-step resv-ports",
-    "none": """
-contiguous help hold ignore-pbs no-requeue overcommit oversubscribe quiet reboot requeue
-spread-job test-only usage use-min-nodes verbose version wait stepmgr consolidate-segments
-spread-segments container-mount-home no-container-mount-home container-writable
-container-readonly container-remap-root no-container-remap-root
-""",
-}
+container container-id container-image container-mounts container-name container-workdir context
+core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
+distribution error exclude export export-file extra extra-node-info gid gpu-bind gpu-freq gpus
+gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep
+licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile
+nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode
+output partition power prefer priority profile qos reservation segment signal sockets-per-node
+switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid wait-all-nodes
+wckey wrap
+"""
+_FLAGS = """
+consolidate-segments container-mount-home container-readonly container-remap-root
+container-writable contiguous exclusive get-user-env help hold ignore-pbs nice
+no-container-mount-home no-container-remap-root no-kill no-requeue oom-kill-step overcommit
+oversubscribe parsable propagate quiet reboot requeue resv-ports spread-job spread-segments stepmgr
+test-only usage use-min-nodes verbose version wait
+"""
+#: Long names of the options that need a value.
+VALUED = frozenset(_VALUED.split())
 # Other names of the same option.
-_ALIASES = {
-    "cluster": "clusters",
-    "ntasks-per-tres": "ntasks-per-gpu",
-    "tasks": "ntasks",
-    "tasks-per-node": "ntasks-per-node",
-}
-#: Whether a long option has an argument: "required", "optional" (after =) or "none".
-KINDS = {name: kind for kind, names in _BY_KIND.items() for name in names.split()}
-_NAMES = sorted({*KINDS, *_ALIASES})
+_ALIASES = {"cluster": "clusters", "tasks": "ntasks", "tasks-per-node": "ntasks-per-node"}
+_NAMES = sorted({*VALUED, *_FLAGS.split(), *_ALIASES})
 
 _SHORT = """
 a:array A:account b:begin B:extra-node-info c:cpus-per-task C:constraint d:dependency D:chdir
@@ -46,43 +39,25 @@ S:core-spec t:time v:verbose V:version w:nodelist W:wait x:exclude
 #: The long names of the short options.
 SHORT = dict(pair.split(":") for pair in _SHORT.split())
 
-#: Options that srun has and sbatch refuses, and old ones, with what to type instead.
-SRUN_ONLY = {
-    "accel-bind": "srun --accel-bind=…",
-    "bcast": "srun --bcast=…",
-    "cpu-bind": "srun --cpu-bind=…",
-    "cpu_bind": "srun --cpu-bind=…",
-    "exact": "srun --exact …",
-    "kill-on-bad-exit": "srun --kill-on-bad-exit=1 …",
-    "label": "srun --label …",
-    "mpi": "srun --mpi=…",
-    "multi-prog": "srun --multi-prog …",
-    "overlap": "srun --overlap …",
-    "pty": "srun --pty …",
-    "unbuffered": "srun --unbuffered …",
-    "task-prolog": "srun --task-prolog=…",
-    "task-epilog": "srun --task-epilog=…",
-    "share": "#SBATCH --oversubscribe",
-    "workdir": "#SBATCH --chdir=…",
-}
+#: Options that srun has and sbatch refuses.
+SRUN_ONLY = """
+accel-bind bcast cpu-bind cpu_bind exact kill-on-bad-exit label mpi multi-prog overlap pty
+unbuffered task-prolog task-epilog
+"""
 
 
-def long_name(given: str) -> str | None:
-    """Return the option for a long name or an unambiguous beginning of it, as getopt does.
+def long_names(given: str) -> list[str]:
+    """Return the option for a long name or for the beginning of one, as getopt does.
 
-    Args:
-        given: name without the hyphens.
+    The list is empty for an unknown name, and has several for an ambiguous beginning.
     """
-    if given in _ALIASES or given in KINDS:
-        return _ALIASES.get(given, given)
-    meant = {_ALIASES.get(name, name) for name in _NAMES if given and name.startswith(given)}
-    return meant.pop() if len(meant) == 1 else None
+    names = [given] if given in _NAMES else [one for one in _NAMES if one.startswith(given)]
+    return list(dict.fromkeys(_ALIASES.get(name, name) for name in names))
 
 
 def similar(given: str) -> list[str]:
-    """Return the names that a misspelt name may mean.
+    """Return the option that a misspelt name may mean.
 
-    The list is empty if no name is near: the option may be one of a plugin of the site (spank(7)).
+    The list is empty if none is near: the option may be one of a plugin of the site (spank(7)).
     """
-    ahead = [name for name in _NAMES if given and name.startswith(given)]
-    return ahead or [name for name in [nearest(given, _NAMES, cutoff=0.8)] if name]
+    return [_ALIASES.get(name, name) for name in [nearest(given, _NAMES, cutoff=0.8)] if name]

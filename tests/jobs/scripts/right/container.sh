@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
-#SBATCH --gpus-per-node=8
+#SBATCH --gpus-per-node=8 --cpus-per-gpu=8
 #SBATCH --container-image=nvcr.io/nvidia/pytorch:24.10-py3
 #SBATCH --container-mounts=/data:/data
 #SBATCH --uenv=pytorch/v2.6.0:v1 --view default

@@ -1,6 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=requeue
-#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4
+#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-gpu=8
 #SBATCH --time=00:30:00
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue

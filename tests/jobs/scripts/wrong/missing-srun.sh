@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
-#SBATCH --gpus-per-node=4
+#SBATCH --gpus-per-node=4 --cpus-per-gpu=8
 #SBATCH --time=01:00:00
 
 module load cuda

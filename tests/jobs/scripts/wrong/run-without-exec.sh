@@ -1,6 +1,6 @@
 #!/bin/bash
 #SBATCH --nodes=2
-#SBATCH --gpus-per-node=4
+#SBATCH --gpus-per-node=4 --cpus-per-gpu=8
 #SBATCH --signal=B:USR2@120
 
 . .venv/bin/activate
