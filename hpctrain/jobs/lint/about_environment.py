@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from hpctrain.jobs.lint.lint_finding import Found, shown
-from hpctrain.jobs.lint.linted_script import LintedScript
+from hpctrain.jobs.lint.linted_script import OF_A_TASK, LintedScript
 from hpctrain.jobs.lint.shell import plain
 
 __all__ = ["RULES"]
@@ -12,8 +12,6 @@ __all__ = ["RULES"]
 # Variables that differ from task to task, each with that of Slurm.
 _RANKS = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}
 _RANKS |= dict.fromkeys(("NODE_RANK", "GROUP_RANK"), "SLURM_NODEID")
-# A dollar that does not expand is another character in the words of a command.
-_OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 _OWN_PATH = re.compile(r"(?!.*SLURM_SUBMIT_DIR).*\$\{?[!#]?(0|BASH_SOURCE)\b", re.DOTALL)
 _PORT = re.compile(r" --((?:master.|main.process.)port|rdzv.endpoint)[= ](\S*:|)([1-9]\d*)(?!\S)")
 _SECRET = re.compile(r"\w*(PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|ACCESS_KEY)\Z")
@@ -49,7 +47,7 @@ def _ranks(script: LintedScript) -> Iterator[Found]:
     alone = any(one.kind == "python" for one in steps)
     for name, variable in _RANKS.items() if any(one.trains for one in steps) else ():
         value = script.shell.exported(name) if alone or variable == "SLURM_NODEID" else None
-        if value and (value.value.isdigit() or _OF_A_TASK.search(value.value)):
+        if value and (value.value.isdigit() or OF_A_TASK.search(value.value)):
             reason = f"{name} is set once, in the batch shell, so all tasks have the same"
             program = "python" if alone else "torchrun"
             fix = f"type srun bash -c '{name}=${variable} {program} …'"
@@ -60,7 +58,7 @@ def _ranks(script: LintedScript) -> Iterator[Found]:
         reason = f"WORLD_SIZE is {shown(size.value)}, and srun starts another number of tasks"
         yield size.line, "manual-rank", reason, 'export WORLD_SIZE="$SLURM_NTASKS"'
     for step in steps:
-        match = _OF_A_TASK.search(" ".join(step.argv)) if step.by else None
+        match = OF_A_TASK.search(" ".join(step.argv)) if step.by else None
         if match:
             reason = f"${match[1]} is replaced here, in the batch shell, by 0 for all tasks"
             fix = f"let each task replace it: srun bash -c '… ${match[1]} …' in single quotes"

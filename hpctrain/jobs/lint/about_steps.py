@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hpctrain.jobs.lint.launches import Launch
 from hpctrain.jobs.lint.lint_finding import Found, shown
-from hpctrain.jobs.lint.linted_script import LintedScript
+from hpctrain.jobs.lint.linted_script import OF_A_TASK, LintedScript
 from hpctrain.jobs.lint.shell import plain
 
 __all__ = ["RULES"]
@@ -17,8 +17,6 @@ _BY_TASK = frozenset(("gpus-per-task", "gpu-bind", "ntasks-per-gpu"))
 # Options and variables after which a task has more than one CPU, and those of a step.
 _CPUS = frozenset(("cpus-per-task", "cpus-per-gpu", "tres-per-task"))
 _CPUS_OF_JOB = frozenset(("exclusive", "mincpus", "extra-node-info")) | _CPUS
-# A variable of Slurm's that differs from task to task, in the text of a program.
-_OF_A_TASK = re.compile(r"\$\{?SLURM_(PROCID|LOCALID|NODEID)\b")
 # torchrun with its own options, up to the program that it starts.
 _NAME = (
     r"(?P<name>(?:python\S* (?:-\S+ )*-m )?[\w/.$-]*(?:torchrun|torch.distributed.(?:run|launch)))"
@@ -86,7 +84,7 @@ def _with_srun(script: LintedScript, launch: Launch) -> tuple[str, ...]:
     if launch.kind != "agent":
         srun += f" {_OWN_CPUS}" if cpus else ""
         # The batch shell would replace such a variable by 0, for all tasks.
-        command = f"bash -c '{command}'" if _OF_A_TASK.search(command) else command
+        command = f"bash -c '{command}'" if OF_A_TASK.search(command) else command
         run = re.sub(r"^python (?!-)|^python (?=-m )", "exec hpctrain run ", command)
         return (f"{srun} {command}", *([run] if run != command else []))
     srun += ' --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
@@ -158,7 +156,7 @@ def _hosts_apart(script: LintedScript, step: Launch) -> Iterator[Found]:
     initialization.
     """
     # Another training on each host may be intended, and options may come from the environment.
-    intended = _OF_A_TASK.search(plain(step.program)) or "PET_" in script.text
+    intended = OF_A_TASK.search(plain(step.program)) or "PET_" in script.text
     apart, together = _torchrun(step)
     if apart and step.kind == "agent" and step.by and not intended:
         yield step.line, "hosts-apart", apart, f"srun … {together}"

@@ -8,8 +8,11 @@ from hpctrain.jobs.lint.directives import SIGNALS, Directives
 from hpctrain.jobs.lint.launches import Launch
 from hpctrain.jobs.lint.shell import Shell, plain
 
-__all__ = ["LintedScript"]
+__all__ = ["OF_A_TASK", "LintedScript"]
 
+#: A variable that differs from task to task. A dollar that does not expand is another character in
+#: the words of a command.
+OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 _SHELLS = re.compile(r"#!\s*(/\S*/)?(env\s+(-\S+\s+)*)?(/\S*/)?(ba|da|k|z)?sh\b|(?!#!)")
 _GPUS = re.compile(r"(?:gres/)?gpu(?::[A-Za-z][\w.-]*)?(?:[:=]([0-9]{1,6}))?\Z")
 _COUNT = re.compile(r"(?:[A-Za-z][\w.-]*[:=])?([0-9]{1,6})(?:-[0-9]{1,6})?\Z")
