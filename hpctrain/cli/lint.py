@@ -74,42 +74,22 @@ def _text(name: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError("HT824", f"{name} cannot be read: {reason}", "a batch script") from error
+    text, quoted = read.decode(errors="backslashreplace"), shlex.quote(name)
+    wrong: tuple[str, ...]
     if len(read) > _MOST_BYTES:
-        found = f"{name} has more than {_MOST_BYTES // 1024} KiB"
-        raise UsageError("HT824", found, "a batch script")
-    if not read.strip():
-        raise UsageError("HT824", f"{name} is empty", "a batch script")
-    if b"\0" in read:
-        raise UsageError("HT824", f"{name} is no text", "a batch script, which has no NUL byte")
-    text = read.decode(errors="backslashreplace")
-    directives = re.search(r"^#SBATCH", text, re.MULTILINE)
-    if name.endswith(".toml") or (name.endswith(".py") and not directives):
-        raise _of_another_command(name)
-    if not text.startswith("#!") and "#SBATCH" not in text:
-        raise UsageError(
-            "HT824",
-            f"{name} has neither #! nor #SBATCH",
-            "a batch script",
-            "put #!/bin/bash on top of it",
-        )
-    return text
-
-
-def _of_another_command(name: str) -> UsageError:
-    """Return the error for a training script or a JOB.toml, where adding #!/bin/bash is wrong."""
-    quoted = shlex.quote(name)
-    script = "a batch script, for sbatch"
-    if name.endswith(".toml"):
-        return UsageError(
-            "HT824",
-            f"{name} is no batch script",
-            script,
-            f"hpctrain render {quoted} | hpctrain lint -",
-            f"hpctrain submit {quoted}",
-        )
-    return UsageError(
-        "HT824",
-        f"{name} is a Python script without #SBATCH lines, and no batch script",
-        script,
-        f"hpctrain submit -- python {quoted}",
-    )
+        wrong = (f"has more than {_MOST_BYTES // 1024} KiB",)
+    elif not read.strip():
+        wrong = ("is empty",)
+    elif b"\0" in read:
+        wrong = ("is no text: it has a NUL byte",)
+    elif name.endswith(".toml"):
+        fixes = (f"hpctrain render {quoted} | hpctrain lint -", f"hpctrain submit {quoted}")
+        wrong = ("is no batch script", *fixes)
+    elif name.endswith(".py") and not re.search(r"^#SBATCH", text, re.MULTILINE):
+        found = "is a Python script without #SBATCH lines, and no batch script"
+        wrong = (found, f"hpctrain submit -- python {quoted}")
+    elif not text.startswith("#!") and "#SBATCH" not in text:
+        wrong = ("has neither #! nor #SBATCH", "put #!/bin/bash on top of it")
+    else:
+        return text
+    raise UsageError("HT824", f"{name} {wrong[0]}", "a batch script for sbatch", *wrong[1:])

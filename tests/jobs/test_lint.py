@@ -288,8 +288,8 @@ def test_lint_fix_for_rank_has_the_variable_of_that_rank(variable, value):
 @pytest.mark.parametrize(
     ("directives", "fixed"),
     [
-        ("--gpus-per-node=4 --ntasks-per-node=4", "--cpus-per-task=8,"),
-        ("--gpus-per-node=4", "--cpus-per-task=32,"),
+        ("--gpus-per-node=4 --ntasks-per-node=4", "--cpus-per-task=8 "),
+        ("--gpus-per-node=4", "--cpus-per-task=32 "),
     ],
 )
 def test_lint_missing_cpus_fix_is_for_all_gpus_and_names_srun(directives, fixed):

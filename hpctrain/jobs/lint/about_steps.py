@@ -57,7 +57,7 @@ def _job(script: LintedScript) -> Iterator[Found]:
     if trains and each <= gpus > 1 and left_out:
         line = max(script.options[name].line for name in _GPUS if name in script.options)
         reason = f"Slurm gives each task one CPU, so a node's {gpus} GPUs wait for their data"
-        fix = f"type #SBATCH --cpus-per-task={8 * gpus // each}, or a node's cores by its tasks"
+        fix = f"type #SBATCH --cpus-per-task={8 * gpus // each} (cores of a node / its tasks)"
         fix += f", and srun {_OWN_CPUS}" if any(one.by == "srun" for one in trains) else ""
         yield line, "missing-cpus", reason, fix
     for launch in script.launches if gpus and not _BY_TASK & script.options.keys() else ():
