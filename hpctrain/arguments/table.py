@@ -353,6 +353,15 @@ class Options:
         metavar="STEPS",
         common=True,
     )
+    memory_checkpoint_every: int = option(
+        "--memory-checkpoint-every",
+        0,
+        "steps between two copies of the state in the memory of each host, from which hpctrain run "
+        "starts the ranks of a job again (default: 0, none)",
+        FROM_ZERO,
+        metavar="STEPS",
+        common=True,
+    )
     checkpoint_minutes: float | None = option(
         "--checkpoint-minutes",
         None,

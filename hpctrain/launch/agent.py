@@ -24,13 +24,14 @@ from hpctrain import rundir
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError, HpctrainError, UsageError
+from hpctrain.errors import ContradictionError, HpctrainError, UsageError, exit_codes
 from hpctrain.launch import cores, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
+from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
 __all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
@@ -55,6 +56,7 @@ class Plan:
         container: image in which the ranks run; empty for none.
         label: label of the job and number of the start, for the folder of the copies.
         waits: whether the ranks wait for a byte of this process's standard input; see `standby`.
+        frees: whether the agent frees the copies in memory, and starts no ranks.
     """
 
     command: Sequence[str]
@@ -68,6 +70,7 @@ class Plan:
     container: str = ""
     label: str = "0-0"
     waits: bool = False
+    frees: bool = False
 
     def exit_status_file(self, node_rank: int) -> Path:
         """Return the path of the exit status file of a host, which rank 0 writes on the first.
@@ -134,6 +137,9 @@ def main() -> int:
         os.environ.update({**record["environ"], env_vars.AGENT: record["plan"]})
     plan = Plan(**json.loads(os.environ[env_vars.AGENT]))
     env = {name: value for name, value in os.environ.items() if name != env_vars.AGENT}
+    if plan.frees:
+        shared_memory.remove(Path(env[env_vars.MEMORY]))
+        return exit_codes.DONE
     try:
         start = launchers.survey()
         cores.widen(env)
@@ -161,6 +167,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         ContradictionError: the hosts have different numbers of ranks.
         StartError: not all agents have connected, or the system cannot start more processes.
     """
+    shared_memory.remove_abandoned(env.get(env_vars.MEMORY, ""))
     stores = Stores(bool(world.on_one_host)) if world.rank == 0 else None
     try:
         entry = {

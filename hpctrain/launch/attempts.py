@@ -22,7 +22,7 @@ from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
 from hpctrain.launch.rank_output import write_stderr
-from hpctrain.process import failure_record
+from hpctrain.process import failure_record, shared_memory
 from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["Policy", "hopeless", "run", "settled"]
@@ -132,6 +132,8 @@ def run(
         env_vars.START: launch,
         env_vars.RUN_DIR: str(directory.path.absolute()),
     }
+    if hosts.agents and policy.most > 1:
+        environ[env_vars.MEMORY] = str(shared_memory.folder_of(launch))
     present = hosts.present(launch)
     missing = [host for host in hosts.names if host not in present]
     if len(missing) > policy.spares:
@@ -167,6 +169,7 @@ def _attempts(
     """Start the ranks until the run ends or is given up; see `run`."""
     wanted = len(hosts.names) - policy.spares
     used, fruitless = present[:wanted], 0
+    kept = -1  # furthest step of which a copy in memory is known
     silent: set[str] = set()  # hosts that did not answer when last asked
     for number in itertools.count():
         before = _newest(directory)
@@ -187,6 +190,8 @@ def _attempts(
         result = settled(end.code, recorded, stopped)
         if result is not None:
             _report(end.first, end, recorded)
+            if recorded is None or recorded[0] not in (exit_codes.DONE, exit_codes.STOPPED):
+                _free_memory(hosts, used, attempt)
             return result
         _report(end.first, end, recorded)
         silent = {host for host in (*silent, *end.suspects) if not hosts.answers(host)}
@@ -194,6 +199,10 @@ def _attempts(
         lost = [host for host in used if host not in remaining]
         after = _newest(directory)
         progress = after is not None and (before is None or after > before)
+        copied = failure_record.memory_step(folder)
+        if copied is not None:
+            progress = progress or copied > max(kept, before or 0)
+            kept = max(kept, copied)
         fruitless = 0 if progress else fruitless + 1
         failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
         by_itself = not number and (end.first is None or end.first.code < 128)
@@ -207,11 +216,12 @@ def _attempts(
         if result is None and len(used) < wanted and not policy.elastic:
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
+            _free_memory(hosts, used, attempt)
             _record(directory, *result)
             return result
         write_stderr(
             f"hpctrain: attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
-            f"{_without(lost)}; {_from(after)}\n"
+            f"{_without(lost)}; {_from(after, kept)}\n"
         )
     raise AssertionError  # the count has no end
 
@@ -231,8 +241,26 @@ def _without(lost: Sequence[str]) -> str:
     return f", without {', '.join(lost)}" if lost else ""
 
 
-def _from(step: int | None) -> str:
-    return "from the start, as there is no checkpoint" if step is None else f"from step {step} on"
+def _from(step: int | None, kept: int) -> str:
+    if step is None:
+        return "from the start, as there is no checkpoint" if kept < 0 else "from a copy in memory"
+    return f"from step {step} on" + (", or from a later copy in memory" if kept >= 0 else "")
+
+
+def _free_memory(hosts: Hosts, present: Sequence[str], last: Attempt) -> None:
+    """Free the copies in memory on all hosts, where the ranks did not; not if there are none.
+
+    Args:
+        hosts: hosts of the start.
+        present: names of those that can be used.
+        last: last attempt.
+    """
+    folders = last.folder.parent
+    if any(failure_record.memory_step(one) is not None for one in folders.iterdir()) and present:
+        folder = folders / "end"
+        folder.mkdir(mode=0o700)
+        hosts.close()  # otherwise the ranks that wait would begin
+        hosts.run(present, replace(last, folder=folder, frees=True))
 
 
 def _newest(directory: rundir.RunDirectory) -> int | None:
