@@ -270,9 +270,11 @@ def _run(
         restarts=plan.attempt,
     )
     environs = rank_environment.environs_of_host(world, counts, env, connection, share)
-    if point.simulated:
-        for environ in environs.values():
+    for environ in environs.values():
+        if point.simulated:
             environ[env_vars.HOSTNAME] = point.host
+        if plan.launch and env_vars.MEMORY in env:
+            environ[env_vars.MEMORY] = env[env_vars.MEMORY]
     if len(counts) == 1:
         rank_environment.print_threads(env, environs)
     elif world.rank == 0 and not plan.waits:

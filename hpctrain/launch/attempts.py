@@ -132,6 +132,7 @@ def run(
         env_vars.START: launch,
         env_vars.RUN_DIR: str(directory.path.absolute()),
     }
+    environ.pop(env_vars.MEMORY, None)  # of a start around this one
     if hosts.agents and policy.most > 1:
         environ[env_vars.MEMORY] = str(shared_memory.folder_of(launch))
     present = hosts.present(launch)

@@ -269,9 +269,8 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
     environ = env_vars.scrubbed(env)
     if style == "hpctrain":
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
-    # A stop file for the start is for its ranks, and so are the commit of its code and its memory.
-    for_ranks = (env_vars.STOP_FILE, env_vars.COMMIT, env_vars.MEMORY)
-    environ |= {name: env[name] for name in for_ranks if name in env}
+    # A stop file for the start is for its ranks, and so is the commit of its code.
+    environ |= {name: env[name] for name in (env_vars.STOP_FILE, env_vars.COMMIT) if name in env}
     if env.get(env_vars.LAUNCHER) == AS[style]:
         environ[env_vars.LAUNCHER] = AS[style]  # a choice of the user, as an error suggested
     environ.setdefault("OMP_NUM_THREADS", str(threads))

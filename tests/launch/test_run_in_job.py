@@ -21,6 +21,8 @@ from fake_slurm import job
 
 from hpctrain.cli import main
 from hpctrain.launch import slurm_job
+from hpctrain.process import shared_memory
+from hpctrain.rundir import RunDirectory
 
 EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
 # Runs what follows its options as the task of a step on one host.
@@ -467,6 +469,25 @@ def test_copies_in_memory_stay_for_all_attempts_and_are_freed_at_the_end(agent):
     assert not Path("lost").exists()
     assert not Path(folders[0]).exists()
     assert output.count("from a copy in memory\n") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_killed_rank_goes_on_from_the_copy_in_memory(agent):
+    import faults
+    import survivor
+
+    hurt = ("--fault=copied=6@7:rank1", "--fault=kill@7:rank1")
+    options = ("--epochs", "1", "--memory-checkpoint-every", "2", "--checkpoint-every", "1000")
+    words = (*faults.OPTIONS, *options, *hurt, "--run-dir", "run")
+    output = agent("--nproc-per-node", "2", survivor.__file__, *words)
+    assert faults.begins("run") == [0, 6], output
+    done = faults.start(2, "--epochs", "1", run="quiet")
+    assert done.code == 0
+    faults.same("run", "quiet", twice=1)
+    run = RunDirectory("run")
+    (launch,) = {line["start"].partition("/")[0] for line in run.lines(run.starts)}
+    assert not shared_memory.folder_of(launch).exists()
 
 
 def test_copies_in_memory_after_kill_9_of_everything_are_freed_by_the_next_start(agent):

@@ -59,6 +59,10 @@ def damage(copy):
         file.write(b"?")
 
 
+def log():
+    return Path("run/logs/rank-0.log").read_text()
+
+
 def done(start):
     assert start.code == exit_codes.DONE, start
     assert start.results == [None] * len(start.results)
@@ -77,9 +81,7 @@ def test_next_attempt_goes_on_from_the_copy_in_memory(attempt, memory, reference
     assert not memory.exists()
 
 
-@pytest.mark.parametrize(
-    "loss", [damage, pytest.param(shutil.rmtree, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("loss", [damage, pytest.param(shutil.rmtree, marks=pytest.mark.slow)])
 def test_copy_of_another_host_replaces_one_that_is_damaged_or_lost(
     attempt, killed, references, loss
 ):
@@ -94,7 +96,7 @@ def test_checkpoint_on_the_disk_replaces_copies_that_are_all_damaged(attempt, ki
         damage(copy)
     assert done(attempt(1)) == [0, 8]
     faults.same("run", references(3), twice=6)
-    assert "has changed since it was written; the next best" in Path("run/logs/rank-0.log").read_text()
+    assert "has changed since it was written; the next best" in log()
 
 
 @pytest.mark.slow
@@ -133,7 +135,7 @@ def test_stop_of_an_attempt_from_memory_saves_on_the_disk(attempt, killed, memor
 
 def without_room(argv):
     usage = SimpleNamespace(total=1 << 30, free=20_000)
-    with mock.patch.object(memory_copies.shutil, "disk_usage", lambda folder: usage):
+    with mock.patch.object(memory_copies.shutil, "disk_usage", return_value=usage):
         survivor.main(argv)
 
 
@@ -141,8 +143,7 @@ def test_no_room_ends_the_copies_and_not_the_training(attempt, memory, reference
     assert done(attempt(0, "--epochs", "1", main=without_room)) == [0]
     faults.same("run", references(3, "--epochs", "1"), twice=0)
     assert not memory.exists()
-    log = Path("run/logs/rank-0.log").read_text()
-    assert log.count("no more copies of the state are kept in memory: 0.1 MB more are needed in") == 1
+    assert log().count("no more copies of the state are kept in memory: 0.1 MB more are") == 1
 
 
 @pytest.mark.slow
@@ -154,11 +155,11 @@ def test_link_in_place_of_the_folder_ends_the_copies(attempt, memory, tmp_path):
     finally:
         memory.unlink()
     assert not list((tmp_path / "target").iterdir())
-    assert "is no folder of this user alone" in Path("run/logs/rank-0.log").read_text()
+    assert "is no folder of this user alone" in log()
 
 
 @pytest.mark.slow
 def test_option_without_further_attempts_is_said_to_have_no_effect():
     start = faults.start(1, *EVERY, "--epochs", "1")
     assert start.code == exit_codes.DONE
-    assert "--memory-checkpoint-every has no effect here" in Path("run/logs/rank-0.log").read_text()
+    assert "--memory-checkpoint-every has no effect here" in log()
