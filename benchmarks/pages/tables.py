@@ -211,6 +211,7 @@ _BENCHMARKS = (
     "imagenet",
     "precision",
     "checkpoint",
+    "memory_checkpoint",
     "submit",
 )
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")

@@ -185,7 +185,7 @@ class Options:
     max_steps: int | None = option(
         "--max-steps",
         None,
-        "number of optimizer steps; without --epochs, as many epochs as these steps need",
+        "number of optimizer steps; without --epochs, as many epochs as needed",
         COUNT,
         metavar="N",
         common=True,
@@ -353,6 +353,14 @@ class Options:
         metavar="STEPS",
         common=True,
     )
+    memory_checkpoint_every: int = option(
+        "--memory-checkpoint-every",
+        0,
+        "steps between copies of the state in memory, for restarts",
+        FROM_ZERO,
+        metavar="STEPS",
+        common=True,
+    )
     checkpoint_minutes: float | None = option(
         "--checkpoint-minutes",
         None,
@@ -381,7 +389,7 @@ class Options:
         "--track",
         None,
         "experiment trackers that get the metrics, in addition to metrics.jsonl: tensorboard, "
-        "wandb, mlflow, that of another package, or several with commas",
+        "wandb, mlflow, another package's, or several with commas",
         metavar="NAME[,NAME]",
         common=True,
     )

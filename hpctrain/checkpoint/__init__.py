@@ -9,7 +9,7 @@ writes weights for other programs. `weights` loads initial weights.
 """
 
 from hpctrain.checkpoint.export import export, frozen
-from hpctrain.checkpoint.loading import load_newest
+from hpctrain.checkpoint.loading import load, load_newest, places, read_manifest
 from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.weights import check_weights, fill_weights
@@ -23,6 +23,9 @@ __all__ = [
     "fill_weights",
     "freeze",
     "frozen",
+    "load",
     "load_newest",
+    "places",
+    "read_manifest",
     "save",
 ]

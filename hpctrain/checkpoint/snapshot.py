@@ -49,6 +49,11 @@ class Snapshot:
     copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors; a storage that several of them share counts once."""
+        return sum(storage.nbytes() for storage in _storages(self).values())
+
     def ready(self) -> None:
         """Wait until the copies from GPUs are complete."""
         for event in self.events:

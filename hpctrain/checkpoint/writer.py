@@ -66,6 +66,8 @@ class Writer:
             too. Higher is better, lower if the name ends in "loss".
         commit: context manager around the renames and removals. It raises CheckpointError if
             another start has replaced this one; then nothing is renamed or removed.
+        room: function that is called with the bytes of a state before it is copied, and raises
+            CheckpointError if there is no room for them.
         clock: function that returns seconds, to measure a save; tests replace it.
     """
 
@@ -76,9 +78,11 @@ class Writer:
         keep: int = 3,
         best: str | None = None,
         commit: Callable[[], AbstractContextManager[None]] = nullcontext,
+        room: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = Folder(directory, keep, best, commit)
+        self._room = room
         self._clock = clock
         self._buffers = Buffers()
         self._structures: dict[str, bytes] = {}
@@ -105,10 +109,13 @@ class Writer:
 
         Raises:
             UsageError: the state contains values that cannot be loaded again; nothing is written.
+            CheckpointError: `room` has raised it; nothing is written.
         """
         self._idle.wait()
         begin = self._clock()
         snapshot = freeze(state, self._structures)
+        if self._room is not None:
+            self._room(snapshot.size)
         copied = self._buffers.copy(snapshot)
         job = _Job(step, snapshot, _as_json(facts), begin)
         if copied and self._serving():

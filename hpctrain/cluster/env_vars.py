@@ -29,6 +29,7 @@ CACHE = "HPCTRAIN_CACHE"  # folder for files that can be created again
 EXIT_STATUS_FILE = "HPCTRAIN_EXIT_STATUS_FILE"  # exit status file, written by rank 0
 EVIDENCE = "HPCTRAIN_EVIDENCE"  # folder for the ranks' failure records
 STOP_FILE = "HPCTRAIN_STOP_FILE"  # file that makes the run save and exit
+MEMORY = "HPCTRAIN_MEMORY"  # folder in memory for copies of the state
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
 AGENT = "HPCTRAIN_AGENT"  # what the agents of `hpctrain run` do
@@ -60,6 +61,7 @@ _OF_ONE_RANK = (
     EXIT_STATUS_FILE,
     EVIDENCE,
     STOP_FILE,
+    MEMORY,
     SCRATCH,
     COMMIT,
     AGENT,

@@ -40,7 +40,7 @@ _BASH_VARIABLES = (
 # Variables of the script and of `hpctrain run`.
 SCRIPT_VARIABLES = (
     *("HPCTRAIN_RUN_DIR", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP_FILE"),
-    *("HPCTRAIN_EXIT_STATUS_FILE", "HPCTRAIN_SITE", "file"),
+    *("HPCTRAIN_EXIT_STATUS_FILE", "HPCTRAIN_MEMORY", "HPCTRAIN_SITE", "file"),
 )
 _RESERVED = frozenset((*_BASH_VARIABLES, *SCRIPT_VARIABLES))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)

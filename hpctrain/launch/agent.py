@@ -24,13 +24,20 @@ from hpctrain import rundir
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError, HpctrainError, StartError, UsageError
+from hpctrain.errors import (
+    ContradictionError,
+    HpctrainError,
+    StartError,
+    UsageError,
+    exit_codes,
+)
 from hpctrain.launch import cores, preflight, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
+from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
 __all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
@@ -55,6 +62,7 @@ class Plan:
         container: image in which the ranks run; empty for none.
         label: label of the job and number of the start, for the folder of the copies.
         waits: whether the ranks wait for a byte of this process's standard input; see `standby`.
+        frees: whether the agent frees the copies in memory, and starts no ranks.
     """
 
     command: Sequence[str]
@@ -68,6 +76,7 @@ class Plan:
     container: str = ""
     label: str = "0-0"
     waits: bool = False
+    frees: bool = False
 
     def exit_status_file(self, node_rank: int) -> Path:
         """Return the path of the exit status file of a host, which rank 0 writes on the first.
@@ -148,6 +157,9 @@ def main() -> int:
         os.environ.update({**record["environ"], env_vars.AGENT: record["plan"]})
     plan = Plan(**json.loads(os.environ[env_vars.AGENT]))
     env = {name: value for name, value in os.environ.items() if name != env_vars.AGENT}
+    if plan.frees:
+        shared_memory.remove(Path(env[env_vars.MEMORY]))
+        return exit_codes.DONE
     try:
         start = launchers.survey()
         cores.widen(env)
@@ -178,6 +190,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         StartError: not all agents have connected, the system cannot start more processes, or a
             host has failed its check.
     """
+    shared_memory.remove_abandoned(env.get(env_vars.MEMORY, ""))
     stores = Stores(bool(world.on_one_host)) if world.rank == 0 else None
     try:
         entry = {
@@ -292,9 +305,11 @@ def _run(
         restarts=plan.attempt,
     )
     environs = rank_environment.environs_of_host(world, counts, env, connection, share)
-    if point.simulated:
-        for environ in environs.values():
+    for environ in environs.values():
+        if point.simulated:
             environ[env_vars.HOSTNAME] = point.host
+        if plan.launch and env_vars.MEMORY in env:
+            environ[env_vars.MEMORY] = env[env_vars.MEMORY]
     if len(counts) == 1:
         rank_environment.print_threads(env, environs)
     elif world.rank == 0 and not plan.waits:

@@ -7,7 +7,6 @@ hosts share, and also has the files that the attempts share.
 
 import contextlib
 import itertools
-import os
 import secrets
 import shutil
 import signal
@@ -21,15 +20,14 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
+from hpctrain.launch.host_choice import HostChoice
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
 from hpctrain.launch.rank_output import write_stderr
-from hpctrain.process import failure_record
-from hpctrain.rundir import host_ledger
+from hpctrain.process import failure_record, shared_memory
 from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["Policy", "hopeless", "run", "settled"]
 
-_WRONG_NUMBERS = "HT318"  # found by the first computation of a rank
 # Exit codes of ranks that a stop signal to them has ended. Of SIGTERM it is no sign of a stop, as
 # launchers end the other ranks by it.
 _UNHANDLED = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
@@ -135,6 +133,9 @@ def run(
         env_vars.START: launch,
         env_vars.RUN_DIR: str(directory.path.absolute()),
     }
+    environ.pop(env_vars.MEMORY, None)  # of a start around this one
+    if hosts.agents and policy.most > 1:
+        environ[env_vars.MEMORY] = str(shared_memory.folder_of(launch))
     present = hosts.present(launch)
     missing = [host for host in hosts.names if host not in present]
     if len(missing) > policy.spares:
@@ -168,11 +169,8 @@ def _attempts(
     received: Sequence[int],
 ) -> tuple[int, str]:
     """Start the ranks until the run ends or is given up; see `run`."""
-    wanted = len(hosts.names) - policy.spares
-    top, label = _job(environ)
-    used, fruitless = _best(present, wanted, host_ledger.avoided(top)), 0
-    silent: set[str] = set()  # hosts that did not answer when last asked
-    unfit: set[str] = set()
+    choice, fruitless = HostChoice(hosts, present, policy.spares, environ), 0
+    kept = -1  # furthest step of which a copy in memory is known
     for number in itertools.count():
         before = _newest(directory)
         folder = common / str(number)
@@ -182,7 +180,7 @@ def _attempts(
             return exit_codes.STOPPED, "a signal"
         attempt = Attempt(command, environ, folder, launch, number, bool(received), plain)
         following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)
-        end = hosts.run(used, attempt, following if policy.most > 1 else None)
+        end = hosts.run(choice.used, attempt, following if policy.most > 1 else None)
         folder = end.folder or folder
         recorded = read_exit_status(folder / "exit-status-0")
         stopped = end.stopped or bool(received)
@@ -192,16 +190,18 @@ def _attempts(
         result = settled(end.code, recorded, stopped)
         if result is not None:
             _report(end.first, end, recorded)
+            if recorded is None or recorded[0] not in (exit_codes.DONE, exit_codes.STOPPED):
+                _free_memory(hosts, choice.used, attempt)
             return result
         _report(end.first, end, recorded)
-        silent = {host for host in (*silent, *end.suspects) if not hosts.answers(host)}
-        unfit.update(_unfit(end))
-        usable = [h for h in hosts.present(launch) if h not in silent and h not in unfit]
-        lost = [host for host in used if host not in usable]
-        _note_faults(end, lost, top, label)
-        remaining = _best(usable, wanted, host_ledger.avoided(top, label))
+        choice.after(end, launch)
+        used, lost = choice.used, choice.lost
         after = _newest(directory)
         progress = after is not None and (before is None or after > before)
+        copied = failure_record.memory_step(folder)
+        if copied is not None:
+            progress = progress or copied > max(kept, before or 0)
+            kept = max(kept, copied)
         fruitless = 0 if progress else fruitless + 1
         failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
         by_itself = not number and (end.first is None or end.first.code < 128)
@@ -209,44 +209,20 @@ def _attempts(
         ran = not end.unfit  # else no program has failed
         if result is None and ran and not (policy.plain or failure_record.sessions(folder)):
             result = failure
-        used = remaining
         ranks = sum(hosts.ranks(host) for host in used)
         if result is None and (ranks < policy.least or not used):
             result = exit_codes.GIVEN_UP, f"{ranks} ranks are left of at least {policy.least}"
-        if result is None and len(used) < wanted and not policy.elastic:
+        if result is None and len(used) < choice.wanted and not policy.elastic:
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
+            _free_memory(hosts, used, attempt)
             _record(directory, *result)
             return result
         write_stderr(
             f"hpctrain: attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
-            f"{_without(lost)}; {_from(after)}\n"
+            f"{_without(lost)}; {_from(after, kept)}\n"
         )
     raise AssertionError  # the count has no end
-
-
-def _job(env: Mapping[str, str]) -> tuple[Path, str]:
-    """Return the folder from which the job was submitted, and the label of the job."""
-    job = detect_job(env)
-    return Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd()), job.label if job else ""
-
-
-def _unfit(end: HostsEnd) -> set[str]:
-    """Return the hosts that failed their check, or on which a rank did."""
-    wrong = end.first is not None and end.first.error == _WRONG_NUMBERS
-    return {*end.unfit, *([end.first.host] if end.first and wrong else [])}
-
-
-def _note_faults(end: HostsEnd, lost: Sequence[str], top: Path, job: str) -> None:
-    unfit = _unfit(end)
-    host_ledger.note(top, sorted(unfit), host_ledger.PREFLIGHT, job)
-    host_ledger.note(top, [host for host in lost if host not in unfit], host_ledger.LOST, job)
-
-
-def _best(hosts: Sequence[str], wanted: int, avoided: Sequence[str]) -> list[str]:
-    """Return some of the hosts in their order; those to avoid only if there are no others."""
-    best = sorted(hosts, key=lambda host: host in avoided)[:wanted]
-    return [host for host in hosts if host in best]
 
 
 def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str] | None) -> None:
@@ -264,8 +240,26 @@ def _without(lost: Sequence[str]) -> str:
     return f", without {', '.join(lost)}" if lost else ""
 
 
-def _from(step: int | None) -> str:
-    return "from the start, as there is no checkpoint" if step is None else f"from step {step} on"
+def _from(step: int | None, kept: int) -> str:
+    if step is None:
+        return "from the start, as there is no checkpoint" if kept < 0 else "from a copy in memory"
+    return f"from step {step} on" + (", or from a later copy in memory" if kept >= 0 else "")
+
+
+def _free_memory(hosts: Hosts, present: Sequence[str], last: Attempt) -> None:
+    """Free the copies in memory on all hosts, where the ranks did not; not if there are none.
+
+    Args:
+        hosts: hosts of the start.
+        present: names of those that can be used.
+        last: last attempt.
+    """
+    folders = last.folder.parent
+    if any(failure_record.memory_step(one) is not None for one in folders.iterdir()) and present:
+        folder = folders / "end"
+        folder.mkdir(mode=0o700)
+        hosts.close()  # otherwise the ranks that wait would begin
+        hosts.run(present, replace(last, folder=folder, frees=True))
 
 
 def _newest(directory: rundir.RunDirectory) -> int | None:

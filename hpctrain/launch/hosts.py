@@ -28,6 +28,7 @@ class Attempt:
         stopping: whether the ranks are to stop at once, as a signal has come before.
         ends_plain: whether a stop signal ends a program without a session.
         waits: whether the ranks wait until they are needed; see `standby`.
+        frees: whether the agents free the copies in memory, and start no ranks.
     """
 
     command: Sequence[str]
@@ -38,6 +39,7 @@ class Attempt:
     stopping: bool = False
     ends_plain: bool = False
     waits: bool = False
+    frees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,12 @@ class Hosts(Protocol):
 
     Attributes:
         names: names of the hosts, in the order of the ranks.
+        agents: whether an agent starts the ranks of each host; only then copies of the state are
+            kept in memory.
     """
 
     names: Sequence[str]
+    agents: bool
 
     def ranks(self, host: str) -> int:
         """Return the number of ranks of a host; at least 1 if it is not known yet."""

@@ -56,9 +56,11 @@ class JobHosts(ABC):
     Attributes:
         broadcasts: whether the standard input of the process that `_step` returns goes to all
             agents.
+        agents: see `Hosts`.
     """
 
     broadcasts: ClassVar[bool] = False
+    agents: bool = True
 
     def __init__(self, counts: Mapping[str, int], inside: Inside | None = None) -> None:
         self.names: Sequence[str] = list(counts)
@@ -196,6 +198,7 @@ class JobHosts(ABC):
             container=self._inside.container,
             label=self._inside.label,
             waits=attempt.waits,
+            frees=attempt.frees,
         )
         return json.dumps(asdict(plan))
 

@@ -3,6 +3,7 @@
     FOLDER/session-RANK     the rank has opened a session; the name of its host
     FOLDER/modules          modules of `SLOW` that rank 0 had imported then, a line each
     FOLDER/failure-RANK     JSON with the fields of `Failure`
+    FOLDER/memory-step      step of the first copy of the state in memory
     FOLDER/shown            process id of the rank whose traceback is on standard error
     FOLDER/shown-HASH       process id of the rank that has written an error with this text
 
@@ -28,8 +29,10 @@ __all__ = [
     "Failure",
     "failures",
     "is_open",
+    "memory_step",
     "modules",
     "note_failure",
+    "note_memory",
     "note_session",
     "sessions",
     "shown",
@@ -99,6 +102,16 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 
+def note_memory(step: int, env: Mapping[str, str]) -> None:
+    """Record that a copy of the state of this step is in memory."""
+    _write(env, "memory-step", str(step))
+
+
+def memory_step(folder: Path) -> int | None:
+    """Return the step of the first copy of the state in memory, or None."""
+    return _number(folder / "memory-step")
+
+
 def shows(env: Mapping[str, str], text: str = "") -> bool:
     """Check whether this rank shows its traceback, or an error with a text.
 
@@ -114,10 +127,7 @@ def shows(env: Mapping[str, str], text: str = "") -> bool:
 
 def shown(folder: Path) -> int | None:
     """Return the id of the process whose traceback is on standard error, or None."""
-    try:
-        return int((folder / "shown").read_text())
-    except (OSError, ValueError):
-        return None
+    return _number(folder / "shown")
 
 
 def sessions(folder: Path) -> dict[int, str]:
@@ -148,6 +158,13 @@ def failures(folder: Path) -> dict[int, Failure]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # incomplete after a kill
             found[int(path.name.rpartition("-")[2])] = Failure(**json.loads(path.read_text()))
     return found
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _write(env: Mapping[str, str], name: str, text: str) -> bool:

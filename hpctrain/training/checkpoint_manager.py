@@ -2,18 +2,19 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import nn
 
 from hpctrain.checkpoint import Writer, covering
-from hpctrain.errors import ReplacedError
+from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock import Lock
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
+from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.replica_check import refuse_unlike_weights
 from hpctrain.training.state import Position, gather, refuse_nonfinite
 
@@ -33,10 +34,12 @@ class CheckpointManager:
         directory: run directory.
         lock: lock on the run directory at rank 0; None on the other ranks.
         facts: JSON values for the manifests.
-        saved: position at which the run was resumed; None for a new run.
+        saved: newest position on the disk at which the run was resumed; None for a new run.
+        memory: copies in memory; None without them.
 
     Attributes:
-        saved: newest position whose state is saved or being written.
+        saved: newest position whose state is on the disk or being written there.
+        memory_every: steps between two copies in memory; 0 for none.
     """
 
     def __init__(
@@ -47,7 +50,10 @@ class CheckpointManager:
         lock: Lock | None,
         facts: Mapping[str, Any],
         saved: Position | None,
+        memory: MemoryCopies | None = None,
     ) -> None:
+        self._memory = memory
+        self.memory_every = 0 if memory is None else context.options.memory_checkpoint_every
         self._context, self._others, self._facts = context, others, facts
         self.saved = saved
         self._first = saved
@@ -101,22 +107,37 @@ class CheckpointManager:
         written = [one for one in self._taken if step is not None and one.step == step]
         self.saved = written[-1] if written else self._first
 
+    def no_room(self) -> bool:
+        """Check whether this host has no room for copies in memory."""
+        return self._memory is not None and self._memory.full()
+
+    def end_memory(self) -> None:
+        """Keep no more copies in memory, and free those that are there."""
+        if self._memory is not None:
+            self._memory.close(remove=True)
+        self._memory, self.memory_every = None, 0
+
     def save_margin(self) -> float:
         """Return how many seconds a save may take at rank 0, with a margin."""
         seconds = self._writer.seconds if self._writer is not None else None
         return _MARGIN_SECONDS + 2 * (seconds if seconds is not None else _SECONDS_OF_A_SAVE)
 
     def save(
-        self, position: Position, metrics: Mapping[str, float], log: Mapping[str, Any]
+        self,
+        position: Position,
+        metrics: Mapping[str, float],
+        log: Mapping[str, Any],
+        to_disk: bool = True,
     ) -> None:
         """Collect everything that determines the next step; rank 0 writes it during training.
 
-        Called by all ranks, between two steps.
+        So does the first rank of each host, to memory. Called by all ranks, between two steps.
 
         Args:
             position: position of the run.
             metrics: metrics of this step.
             log: values that this rank has logged for the next row of metrics.
+        to_disk: whether it is written to the disk, and not to memory alone.
 
         Raises:
             NonFiniteError: the weights are no longer finite.
@@ -127,15 +148,24 @@ class CheckpointManager:
         refuse_nonfinite(context, position.step)
         refuse_unlike_weights(context, position.step)
         with nullcontext() if context.ema is None else context.ema.original():
-            state = gather(context, self._others, position, log)
+            state = gather(context, self._others, position, log, self._memory is not None)
 
             def write() -> None:
-                if self._writer is not None and state is not None:
-                    facts = {"time": time.time(), "metrics": dict(metrics)}
-                    facts |= {"frozen": _frozen(context.models)}
-                    self._writer.save(position.step, state, {**self._facts, **facts})
+                if state is None:
+                    return
+                facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
+                facts |= {"frozen": _frozen(context.models)}
+                if self._writer is not None and to_disk:
+                    self._writer.save(position.step, state, facts)
+                if self._memory is not None:
+                    self._memory.save(position.step, state, facts)
 
+            if context.world.rank > 0:
+                with suppress(UsageError):  # rank 0 raises the same
+                    write()
             on_rank_zero(context.backend, write)
+        if not to_disk:
+            return
         self.saved = position
         self._taken = [*self._taken[-2:], position]
         self._since = time.monotonic()
@@ -148,10 +178,16 @@ class CheckpointManager:
         """
         on_rank_zero(self._context.backend, self._writer.wait if self._writer else lambda: None)
 
-    def close(self) -> None:
-        """Complete the write that is under way, and end the writer."""
+    def close(self, done: bool) -> None:
+        """Complete the writes that are under way, and end the writers.
+
+        Args:
+            done: whether the run has ended, or was stopped; then copies in memory are freed.
+        """
         if self._writer is not None:
             self._writer.close()
+        if self._memory is not None:
+            self._memory.close(remove=done)
 
 
 def _frozen(models: Sequence[nn.Module]) -> dict[str, Any]:

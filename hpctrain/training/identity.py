@@ -242,6 +242,7 @@ def note_start(
         "commit": os.environ.get(env_vars.COMMIT) or _commit(Path(sys.argv[0]).resolve().parent),
         "world": asdict(world),
         "job": asdict(job) if job else None,
+        "start": os.environ.get(env_vars.START),
     }
     append(directory.starts, json.dumps(line, default=str))
 

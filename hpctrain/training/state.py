@@ -16,7 +16,9 @@ from hpctrain.process import random_states
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, plain_state
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
+from hpctrain.training.memory_copies import MemoryCopies
 
 __all__ = [
     "LaterGroups",
@@ -63,6 +65,8 @@ class Restored:
 
     Attributes:
         position: position at which the run continues.
+        on_disk: newest position on the disk, or one with its step; None if it is not older than
+            a copy in memory, or if there is none.
         random: random states of this rank; None if the number of ranks has changed.
         log: values of this rank for the next row of metrics; None as for `random`.
         stream: state of the script's own loader on this rank, if it has one; None as for `random`.
@@ -71,6 +75,7 @@ class Restored:
     """
 
     position: Position
+    on_disk: Position | None
     random: dict[str, Any] | None
     log: dict[str, Any] | None
     stream: Any
@@ -145,7 +150,11 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
 
 
 def gather(
-    context: Context, others: Mapping[str, Any], position: Position, log: Mapping[str, Any]
+    context: Context,
+    others: Mapping[str, Any],
+    position: Position,
+    log: Mapping[str, Any],
+    on_each_host: bool = False,
 ) -> dict[str, Any] | None:
     """Collect the state of a session, part by part; called by all ranks.
 
@@ -154,9 +163,10 @@ def gather(
         others: objects that the user added to the state, by name.
         position: position of the run.
         log: values of this rank for the next row of metrics.
+        on_each_host: whether the first rank of each host gets the state.
 
     Returns:
-        The state at rank 0; None on the other ranks.
+        The state at rank 0, and at the first rank of each host if asked for; None on the others.
     """
     values = {
         name: plain_state.copied(one) for name, one in others.items() if plain_state.is_plain(one)
@@ -165,13 +175,48 @@ def gather(
     if context.stream is not None:
         own["stream"] = context.stream.state_at(position.batches(context.batches.accumulate))
     ranks = context.backend.gather_object(own)
-    if context.world.rank > 0:
+    first: list[dict[str, Tensor]] = []
+    small: dict[str, Any] = {}
+    if context.world.rank == 0:
+        small = _of_rank_0(context, others, position, ranks)
+        first, ranks[0]["buffers"] = ranks[0]["buffers"], []
+    if on_each_host:
+        first, small = context.backend.broadcast_object((first, small))
+    if context.world.rank > 0 and not (on_each_host and context.world.local_rank == 0):
         return None
+    models = [model.state_dict() for model in context.models]
+    if context.world.rank > 0:
+        for model, buffers in zip(models, first, strict=True):
+            model.update(buffers)  # those of this rank may differ
     state = {
-        "model": [model.state_dict() for model in context.models],
+        "model": models,
         "optimizer": [optimizer.state_dict() for optimizer in context.optimizers],
+        **small,
+    }
+    if context.ema is not None:
+        state["ema"] = context.ema.state_dict()
+    return state
+
+
+def _of_rank_0(
+    context: Context,
+    others: Mapping[str, Any],
+    position: Position,
+    ranks: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the parts of the state that only rank 0 knows, or that may differ between ranks.
+
+    Args:
+        context, others, position: as for `gather`.
+        ranks: what each rank has of its own.
+    """
+    for one in ranks[1:]:
+        if _equal(one["buffers"], ranks[0]["buffers"]):
+            one["buffers"] = None  # the model's state has the same
+    plain = ranks[0]["values"]
+    return {
         "precision": context.precision.state_dict(),
-        "state": {name: one.state_dict() for name, one in others.items() if name not in values},
+        "state": {name: one.state_dict() for name, one in others.items() if name not in plain},
         "position": {
             **asdict(position),
             "global_batch": context.batches.global_batch,
@@ -184,16 +229,8 @@ def gather(
             "unused": [context.backend.has_unused(model) for model in context.models],
             "groups": [_names_of_groups(context, optimizer) for optimizer in context.optimizers],
         },
+        "ranks": ranks,
     }
-    first = ranks[0]["buffers"]
-    for one in ranks[1:]:
-        if _equal(one["buffers"], first):
-            one["buffers"] = None  # the model's state has the same
-    first.clear()
-    state["ranks"] = ranks
-    if context.ema is not None:
-        state["ema"] = context.ema.state_dict()
-    return state
 
 
 def _of_this_rank(context: Context) -> dict[str, Any]:
@@ -216,14 +253,18 @@ def _equal(some: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, T
 
 
 def restore(
-    context: Context, directory: RunDirectory, others: Mapping[str, Any]
+    context: Context,
+    directory: RunDirectory,
+    others: Mapping[str, Any],
+    memory: MemoryCopies | None = None,
 ) -> Restored | None:
-    """Load the newest checkpoint; called by all ranks.
+    """Load the newest checkpoint, of those on the disk and in memory; called by all ranks.
 
     Args:
         context: context of the training.
         directory: run directory.
         others: objects that the user added to the state, by name.
+        memory: copies in memory; None without them.
 
     Returns:
         The contents that remain to be used; None if there is no checkpoint.
@@ -232,9 +273,13 @@ def restore(
         UsageError: it is from another script, global batch or number of ranks.
         CheckpointError: it cannot be read, or a rank finds another one than rank 0.
     """
-    state = _load(context, directory)
-    if state is None:
+    if memory is None:
+        loaded, older = _load(context, directory), None
+    else:
+        loaded, older = _load_newest(context, directory, memory)
+    if loaded is None:
         return None
+    step, state = loaded
     position = state["position"]
     _compare(context, directory, position)
     _fill("model", context.models, state["model"])
@@ -291,7 +336,8 @@ def restore(
     )
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
-    return Restored(place, random, log, stream, left, list(later.values()))
+    on_disk = place if older is None else Position(older) if 0 <= older < step else None
+    return Restored(place, on_disk, random, log, stream, left, list(later.values()))
 
 
 class LaterGroups:
@@ -439,7 +485,33 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
             ) from None
 
 
-def _load(context: Context, directory: RunDirectory) -> dict[str, Any] | None:
+def _load_newest(
+    context: Context, directory: RunDirectory, memory: MemoryCopies
+) -> tuple[tuple[int, dict[str, Any]] | None, int | None]:
+    """Load the newest state; of two of the same step that in memory.
+
+    Returns:
+        Step and state, or None; and the step of the newest checkpoint on the disk (-1 for none) if
+        the state is not from there.
+    """
+    loaded, copy = None, memory.newest()
+    newest = on_rank_zero(context.backend, lambda: max(directory.steps(), default=-1))
+    if copy is None or newest > copy.step:
+        try:
+            loaded = _load(context, directory)
+        except CheckpointError:
+            if copy is None:
+                raise
+    if copy is None or (loaded is not None and loaded[0] > copy.step):
+        memory.keep_only(None)
+        return loaded, None
+    state = memory.state(copy)
+    memory.keep_only(copy.step)
+    logger.info("the state of step %d is from the memory of the hosts", copy.step)
+    return (copy.step, state), newest if loaded is None else loaded[0]
+
+
+def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
     """Load the newest checkpoint, and check that all ranks find the same one."""
     loaded, mistake = None, None
     try:
@@ -462,4 +534,4 @@ def _load(context: Context, directory: RunDirectory) -> dict[str, Any] | None:
             "a run directory on a file system that all hosts share",
             "--run-dir DIR",
         )
-    return None if loaded is None else loaded[1]
+    return loaded

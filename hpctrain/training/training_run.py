@@ -31,6 +31,7 @@ from hpctrain.training.context import Context
 from hpctrain.training.gradient_guard import watch_clipping
 from hpctrain.training.gradients import Gradients
 from hpctrain.training.journal import RunJournal, code_of
+from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import REASONS, Stopped
@@ -127,22 +128,25 @@ class Run:
         )
         self._monitor = monitor = Monitor(context, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()
-        resumed = restore(context, self.directory, self._state)
+        facts = identity.facts(self.directory, context.world)
+        memory = MemoryCopies.of_run(context, self.directory, facts["run"], os.environ)
+        resumed = restore(context, self.directory, self._state, memory)
         position = resumed.position if resumed else None
         if resumed is not None:
             self._go_on(resumed)
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
-        facts = identity.facts(self.directory, context.world)
+        on_disk = resumed.on_disk if resumed else None
         self._checkpoints = CheckpointManager(
-            context, self._state, self.directory, journal.lock, facts, position
+            context, self._state, self.directory, journal.lock, facts, on_disk, memory
         )
         if resumed is not None and resumed.log is not None:
             self._metrics.load_state_dict(resumed.log)
         self._consensus = Consensus(context.backend)
         logger.info("run directory %s", self.directory.path)
         self._agree("the beginning of the run")
-        if self._stop is not None:
+        # A state from memory alone is first saved, after its next step.
+        if self._stop is not None and on_disk == position:
             context.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", os.environ)
         monitor.begin(self.step)
@@ -478,6 +482,8 @@ class Run:
             overdue = sums is not None and self._act_on(sums)
         if overdue or saving.due(self.step):
             self.save()
+        elif saving.memory_every and self.step % saving.memory_every == 0:
+            self._save(to_disk=False)
         if self._compares:
             self._compares -= 1
             self._events.phase(UPDATING)  # here the ranks wait for each other
@@ -507,6 +513,7 @@ class Run:
             _NOT_FINITE: 1.0
             * (context.precision.nonfinite.streak >= context.options.max_nonfinite),
             _NOT_WRITTEN: float(self._saves.failed()),
+            _NO_ROOM: float(self._saves.no_room()),
             _OVERDUE: float(self._saves.overdue()),
             _MEASURED: float(self._watch.due()),
         }
@@ -536,6 +543,8 @@ class Run:
             refuse_streak(self._context, sums[_NOT_FINITE], self.step, self._saves.saved)
         if sums[_NOT_WRITTEN]:
             self._saves.lost()
+        if sums[_NO_ROOM]:
+            self._saves.end_memory()
         if self._stop is None:
             self._stop = next((reason for reason in REASONS if sums[reason]), None)
         self._metrics.poll()
@@ -618,11 +627,16 @@ class Run:
         self._settle()  # for a loop that was left by a break
         if not self._context.in_body:
             self._drop_rest()
+        self._save(to_disk=True)
+
+    def _save(self, to_disk: bool) -> None:
+        """Save to the disk and to memory, or to memory alone; called by all ranks."""
         self._events.phase(WAITING)
         self._agree("a checkpoint")
         self._events.phase(SAVING)
         self._metrics.flush()
-        self._saves.save(self._position(), self._metrics.at(self.step), self._metrics.state_dict())
+        metrics, log = self._metrics.at(self.step), self._metrics.state_dict()
+        self._saves.save(self._position(), metrics, log, to_disk)
         self._events.phase(IDLE)
 
     def _position(self) -> Position:
@@ -720,7 +734,8 @@ class Run:
             if self._watchdog is not None:
                 turns.callback(self._watchdog.close)
             if self._checkpoints is not None:
-                turns.callback(self._checkpoints.close)
+                done = code_of(error) in (exit_codes.DONE, exit_codes.STOPPED)
+                turns.callback(self._checkpoints.close, done)
 
     def _facts(self) -> dict[str, Any]:
         """Return the position and the speed of the run, for summary.json."""
@@ -739,7 +754,7 @@ _UNNAMED = {"": "run", "-c": "run", "-": "run", "ipykernel_launcher": "notebook"
 _FIRST_STEPS = 2
 
 # Names of the values that the ranks exchange besides the reasons to stop.
-_NOT_FINITE, _NOT_WRITTEN = "not finite", "not written"
+_NOT_FINITE, _NOT_WRITTEN, _NO_ROOM = "not finite", "not written", "no room"
 _OVERDUE, _MEASURED = "overdue", "measured"
 
 _END = object()

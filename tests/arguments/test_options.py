@@ -90,8 +90,9 @@ def test_every_option_reaches_its_field():
         "--lr-warmup-epochs 0.5 --lr-schedule step --lr-step-epochs 4 --lr-step-factor 0.2 "
         "--lr-power 1.5 --decay weights --clip-norm 1.5 --clip-value 2.5 --ema 0.99 "
         "--sync-batchnorm --no-channels-last --compile --log-every 1 "
-        "--checkpoint-every 20 --checkpoint-minutes 5 --keep-checkpoints 4 --keep-best top1 "
-        "--track wandb --profile 3:5 --start-timeout 30 --timeout 60 --ddp-compression powersgd "
+        "--checkpoint-every 20 --memory-checkpoint-every 3 --checkpoint-minutes 5 "
+        "--keep-checkpoints 4 --keep-best top1 --track wandb --profile 3:5 "
+        "--start-timeout 30 --timeout 60 --ddp-compression powersgd "
         "--ddp-powersgd-rank 2 --ddp-powersgd-start 5 --ddp-bucket-mb 1 --ddp-static-graph "
         "--no-ddp-gradient-as-bucket-view --horovod-op sum "
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
@@ -108,8 +109,9 @@ def test_every_option_reaches_its_field():
         lr_warmup_epochs=0.5, lr_schedule="step", lr_step_epochs=4, lr_step_factor=0.2,
         lr_power=1.5, decay="weights", clip_norm=1.5, clip_value=2.5, ema=0.99,
         sync_batchnorm=True, channels_last=False, compile=True, log_every=1, checkpoint_every=20,
-        checkpoint_minutes=5.0, keep_checkpoints=4, keep_best="top1", track="wandb", profile="3:5",
-        start_timeout=30.0, timeout=60.0, ddp_compression="powersgd", ddp_powersgd_rank=2,
+        memory_checkpoint_every=3, checkpoint_minutes=5.0, keep_checkpoints=4, keep_best="top1",
+        track="wandb", profile="3:5", start_timeout=30.0, timeout=60.0,
+        ddp_compression="powersgd", ddp_powersgd_rank=2,
         ddp_powersgd_start=5, ddp_bucket_mb=1, ddp_static_graph=True,
         ddp_gradient_as_bucket_view=False, horovod_op="sum", horovod_compression="fp16",
         horovod_gradient_predivide_factor=2.0, horovod_groups=3, horovod_sparse_as_dense=True,

@@ -87,8 +87,11 @@ ALL, TWO = ["node1", "node2", "node3"], ["node1", "node3"]
 class Hosts:
     """A stand-in for the hosts, on which attempts end as the test sets; see `ended`."""
 
+    agents = True
+
     def __init__(self, directory, *ends):
         self.names = ALL
+        self.freed = None
         self.directory, self.ends, self.attempts = directory, list(ends), []
         self.answering = list(ALL)
 
@@ -110,12 +113,17 @@ class Hosts:
         self.closed = True
 
     def run(self, hosts, attempt, following=None):
+        if attempt.frees:
+            self.freed = list(hosts), attempt.environ["HPCTRAIN_MEMORY"]
+            return HostsEnd(0, False)
         self.attempts.append((list(hosts), attempt))
         assert stat.S_IMODE(attempt.folder.stat().st_mode) == 0o700
         assert not list(attempt.folder.iterdir())
-        code, self.answering, step, session, first = self.ends.pop(0)
+        code, self.answering, step, session, first, copied = self.ends.pop(0)
         if session:
             (attempt.folder / "session-0").touch()
+        if copied is not None:
+            (attempt.folder / "memory-step").write_text(str(copied))
         if step is not None:
             self.directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
         if code is not None:
@@ -124,7 +132,7 @@ class Hosts:
         return HostsEnd(code, False, first, ranks=2 * len(hosts))
 
 
-def ended(code, present=ALL, step=None, session=True, first=None):
+def ended(code, present=ALL, step=None, session=True, first=None, copied=None):
     """Return the end of an attempt.
 
     Args:
@@ -133,8 +141,9 @@ def ended(code, present=ALL, step=None, session=True, first=None):
         step: step of the newest checkpoint; None without a new one.
         session: whether the program has opened a session.
         first: first rank that failed.
+        copied: step of the first copy in memory; None without one.
     """
-    return code, list(present), step, session, first
+    return code, list(present), step, session, first, copied
 
 
 def failed(code, rank=3):
@@ -305,6 +314,32 @@ def test_run_is_given_up_with_the_last_cause(tmp_path, capsys, most):
     summary = json.loads(directory.summary.read_text())
     assert (summary["status"], summary["step"]) == ("given-up", 13)
     assert f"hpctrain: given up: {most} attempts" in capsys.readouterr().err
+
+
+def test_copies_in_memory_are_progress_only_beyond_earlier_ones(tmp_path, capsys):
+    copied = [ended(1, copied=step, first=failed(1)) for step in (5, 25, 35, 35, 20, 30)]
+    exit_status, hosts = run_attempts(tmp_path, ended(1, step=10), *copied, most=3)
+    assert exit_status[0] == 76
+    assert len(hosts.attempts) == 7
+    assert hosts.freed == (ALL, hosts.attempts[0][1].environ["HPCTRAIN_MEMORY"])
+    output = capsys.readouterr().err
+    assert "attempt 2: 3 of 3 hosts; from step 10 on\n" in output
+    assert "attempt 4: 3 of 3 hosts; from step 10 on, or from a later copy in memory\n" in output
+
+
+@pytest.mark.parametrize(
+    ("ends", "freed"),
+    [
+        ([ended(1, copied=5), ended(2)], ALL),
+        ([ended(None, TWO, copied=5)], TWO),  # requeued, without the last state
+        ([ended(0, copied=5)], None),  # the ranks have done it
+        ([ended(75, copied=5)], None),
+        ([ended(1)], None),
+    ],
+)
+def test_copies_in_memory_are_freed_when_no_attempt_follows(tmp_path, ends, freed):
+    _, hosts = run_attempts(tmp_path, *ends)
+    assert (hosts.freed and hosts.freed[0]) == freed
 
 
 def test_run_is_given_up_with_fewer_ranks_than_min_nproc(tmp_path):

@@ -44,7 +44,9 @@ class Start:
         return self.exit_status[0] if self.exit_status else None
 
 
-def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0):
+def start(
+    size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0, layout=(), main=None
+):
     """Start survivor.py on forked ranks in the current folder.
 
     Args:
@@ -55,6 +57,8 @@ def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.
         label: the prefix of its stop file and exit status file (default: the run).
         env: more variables for all ranks.
         timeout: seconds.
+        layout: ranks on each simulated host (default: all on one).
+        main: called on each rank (default: that of survivor.py).
     """
     label = label or run
     exit_status_file = Path(f"{label}.exit-status").absolute()
@@ -66,7 +70,8 @@ def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.
         "HPCTRAIN_STOP_FILE": str(stop),
     }
     argv = [*OPTIONS, *options, "--run-dir", run, *(f"--fault={fault}" for fault in hurt)]
-    results = ranks.run(size, survivor.main, argv, env={**files, **(env or {})}, timeout=timeout)
+    env = {**files, **(env or {})}
+    results = ranks.run(size, main or survivor.main, argv, env=env, timeout=timeout, layout=layout)
     return Start(results, read_exit_status(exit_status_file))
 
 

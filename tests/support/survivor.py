@@ -8,7 +8,7 @@ ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), 
                    counts), `draws` and `state`, to compare this rank's random numbers, weights and
                    buffers with another run, and the `time` of its end
 begins.jsonl       a line for each start that began to train: `start`, its first `step`, and the
-                   newest step with a `committed` checkpoint at that time
+                   newest step with a checkpoint that is `committed` then, on the disk or in memory
 final.pt           at the end, atomically: model, optimizer, schedule and EMA of rank 0
 
 and has the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
@@ -19,7 +19,8 @@ KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later b
        parent process
        file: the stop file $HPCTRAIN_STOP_FILE; request: the file `stop` of the run directory
        crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
-       until the file RUN.release exists
+       until the file RUN.release exists; copied=N: until all hosts have a copy of the state of
+       step N in memory
        nan, overflow: a loss of NaN or infinity
 PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
        after it, and when the run has resumed; evalN: in the evaluation of epoch N; saveN: in the
@@ -107,6 +108,11 @@ class Fault:
             time.sleep(self.seconds)
         elif name == "hold":
             while not Path(f"{self.run}.release").exists():
+                time.sleep(0.01)
+        elif name == "copied":
+            copy = f"*/checkpoints/step-{int(self.seconds):08d}"
+            hosts = int(os.environ["HPCTRAIN_NUM_NODES"])
+            while len(list(Path(os.environ["HPCTRAIN_MEMORY"]).glob(copy))) < hosts:
                 time.sleep(0.01)
         elif name == "gil":
             ctypes.PyDLL(None).sleep(int(self.seconds))
@@ -223,7 +229,9 @@ class Ledger:
                 last = max([last, *starts])
         self.start = session.sum(last + 1 if session.is_main else 0)
         if session.is_main:
-            committed = [int(folder.name[5:]) for folder in path.glob("checkpoints/step-*")]
+            places = [path, *Path(os.environ.get("HPCTRAIN_MEMORY") or "/none").glob("*")]
+            saved = [folder for place in places for folder in place.glob("checkpoints/step-*")]
+            committed = [int(folder.name[5:]) for folder in saved]
             begin = {"committed": max(committed, default=0), "step": run.step}
             with open(path / "begins.jsonl", "a") as file:
                 file.write(json.dumps({"start": self.start, **begin}) + "\n")

@@ -1,0 +1,239 @@
+"""Copies of the state in the memory of each host, for the next attempt of `hpctrain run`.
+
+A copy is a checkpoint as on the disk, in the folder of `process/shared_memory`. The first rank of
+each host writes it. The state is the same on all hosts, so any of them can give it to the others.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint import Writer, load, places, read_manifest
+from hpctrain.checkpoint.available_memory import available
+from hpctrain.cluster import env_vars
+from hpctrain.errors import CheckpointError
+from hpctrain.process import failure_record, shared_memory
+from hpctrain.process.logging import logger
+from hpctrain.rundir import RunDirectory
+from hpctrain.training.consensus import on_rank_zero
+from hpctrain.training.context import Context
+
+__all__ = ["Copy", "MemoryCopies"]
+
+# Share of the free memory that a copy may use: loader workers and NCCL use /dev/shm, too.
+_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy of the state.
+
+    Attributes:
+        step: step of the state.
+        source: rank that has loaded it.
+        everywhere: whether all ranks have loaded it.
+    """
+
+    step: int
+    source: int
+    everywhere: bool
+
+
+class MemoryCopies:
+    """Copies of the state of a run in the memory of the hosts.
+
+    Args:
+        context: context of the training.
+        directory: run directory.
+        run: value of `run` in the manifests of this run.
+        env: environment variables, for $HPCTRAIN_MEMORY, $HPCTRAIN_START and $HPCTRAIN_EVIDENCE.
+
+    Attributes:
+        writes: whether this rank writes the copies of its host.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        directory: RunDirectory,
+        run: Mapping[str, Any],
+        env: Mapping[str, str],
+    ) -> None:
+        world = context.world
+        assert world.hosts is not None
+        assert world.node_rank is not None
+        self._backend, self._directory, self._run, self._env = context.backend, directory, run, env
+        self._folder = Path(env[env_vars.MEMORY])
+        host = world.hosts[world.node_rank]
+        self._place = RunDirectory(shared_memory.place_in(self._folder, host, directory.path))
+        self._launch, _, attempt = env.get(env_vars.START, "").partition("/")
+        self._attempt = int(attempt or 0)
+        self.writes = world.local_rank == 0
+        self._writer: Writer | None = None
+        self._step = 0  # step of the copy that is being written
+        self._full = False  # whether a copy could not be written
+        self._loaded: tuple[int, dict[str, Any]] | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        context: Context,
+        directory: RunDirectory,
+        run: Mapping[str, Any],
+        env: Mapping[str, str],
+    ) -> "MemoryCopies | None":
+        """Return the copies of a run; None if there are none to be.
+
+        Args:
+            context, directory, run, env: as for the class.
+        """
+        if not context.options.memory_checkpoint_every:
+            return None
+        if not env.get(env_vars.MEMORY):
+            if context.world.rank == 0:
+                logger.warning(
+                    "--memory-checkpoint-every has no effect here: only hpctrain run in a job "
+                    "starts ranks again on the same hosts"
+                )
+            return None
+        return cls(context, directory, run, env)
+
+    def newest(self) -> Copy | None:
+        """Load and return the newest whole copy that any host has; called by all ranks."""
+        starts = on_rank_zero(self._backend, self._starts)
+        self._loaded = self._load(starts)
+        steps = self._backend.gather_object(-1 if self._loaded is None else self._loaded[0])
+        return on_rank_zero(self._backend, lambda: _newest(steps))
+
+    def state(self, copy: Copy) -> dict[str, Any]:
+        """Return the state of a copy that `newest` has returned; called by all ranks."""
+        own = self._loaded[1] if self._loaded and self._loaded[0] == copy.step else {}
+        if copy.everywhere:
+            return own
+        # Part by part, because each is pickled as a whole.
+        parts = self._backend.broadcast_object(list(own), copy.source)
+        share = self._backend.broadcast_object
+        return {part: share(own.get(part), copy.source) for part in parts}
+
+    def keep_only(self, step: int | None) -> None:
+        """Remove the copies of other steps than that at which this start goes on."""
+        self._loaded = None
+        for number, folder in places(self._place).items() if self.writes else ():
+            if number != step:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Copy the state; a thread writes it to the memory of this host.
+
+        A failure is logged, and `full` returns it.
+
+        Args:
+            step, state, facts: as for `Writer.save`.
+
+        Raises:
+            UsageError: the state contains values that cannot be loaded again.
+        """
+        if self._full:
+            return
+        try:
+            if self._writer is None:
+                shared_memory.make(self._folder)
+                self._writer = Writer(self._place, keep=1, commit=self._commit, room=self._room)
+            self._writer.wait()
+            self._step = step
+            self._writer.save(step, state, {**facts, "attempt": self._attempt})
+        except OSError as error:
+            self._give_up(str(error))
+        except CheckpointError as error:
+            self._give_up(error.found)
+
+    def full(self) -> bool:
+        """Return whether the copies of this host cannot be written."""
+        failure = self._writer.failure() if self._writer is not None else None
+        if failure is not None:
+            self._give_up(failure.found)
+        return self._full
+
+    def close(self, remove: bool) -> None:
+        """Complete the write that is under way.
+
+        Args:
+            remove: whether no attempt will need the copies, so that their memory is freed.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if remove and self.writes:
+            shared_memory.remove(self._place.path)
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()  # other hosts or runs may be in it
+
+    def _give_up(self, reason: str) -> None:
+        if not self._full:
+            logger.warning("no more copies of the state are kept in memory: %s", reason)
+        self._full = True
+
+    @contextlib.contextmanager
+    def _commit(self) -> Iterator[None]:
+        yield
+        if self._backend.rank == 0 and self._writer is not None and self._writer.committed is None:
+            failure_record.note_memory(self._step, self._env)
+
+    def _room(self, size: int) -> None:
+        """Check the memory for a state: that of /dev/shm, and that of the job, which has it, too.
+
+        The copy before stays until the new one is complete.
+        """
+        first = not places(self._place)
+        usage, left = shutil.disk_usage(self._folder), available()
+        # A first one is followed by a second. The copy in the buffers of the writer is new, too.
+        for what, needed, free in (
+            (str(self._folder.parent), (1 + first) * size, usage.free if usage.total else None),
+            ("the memory of the job", (1 + 2 * first) * size, left),
+        ):
+            if free is not None and needed > _SHARE * free:
+                raise CheckpointError(
+                    "HT705",
+                    f"{needed / 1e6:.1f} MB more are needed in {what}, and {free / 1e6:.1f} MB "
+                    "are free",
+                )
+
+    def _starts(self) -> list[tuple[int, int]]:
+        """Return attempt and first step of the starts of this launch."""
+        found = []
+        for line in self._directory.lines(self._directory.starts):
+            launch, _, attempt = (line.get("start") or "").partition("/")
+            if launch == self._launch:
+                found.append((int(attempt or 0), line["step"]))
+        return found
+
+    def _load(self, starts: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Any]] | None:
+        """Return step and state of the newest whole copy on this host that is a part of this run.
+
+        Where a later attempt has begun at an earlier step, the run has another course since then.
+
+        Args:
+            starts: attempt and first step of each start.
+        """
+        found = places(self._place)
+        for step in reversed(found):
+            try:
+                attempt = read_manifest(found[step], step)["attempt"]
+                if any(later > attempt and begun < step for later, begun in starts):
+                    continue
+                return step, load(found[step], step, run=self._run)
+            except CheckpointError as error:
+                if self.writes:
+                    logger.warning("%s; the next best copy of the state is used", error.found)
+        return None
+
+
+def _newest(steps: Sequence[int]) -> Copy | None:
+    """Return the newest of the copies that the ranks have loaded, by rank; -1 for none."""
+    step = max(steps)
+    if step < 0:
+        return None
+    return Copy(step, steps.index(step), steps.count(step) == len(steps))
