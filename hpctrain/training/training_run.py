@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hpctrain import data, optim
+from hpctrain.cluster import env_vars
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
 from hpctrain.process import random_states, seeds
@@ -120,6 +121,7 @@ class Run:
         self._watchdog = watchdog = Watchdog(
             context.world,
             context.options.timeout,
+            env_vars.number(os.environ, env_vars.LEAST_TIMEOUT),
             self.directory,
             journal.key,
             context.exit_status_file,

@@ -29,6 +29,7 @@ from hpctrain.monitoring.watchdog import Watchdog, loop, shared_memory
 from hpctrain.monitoring.watchdog import rank as rank_module
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
+from hpctrain.monitoring.watchdog.limits import Limits
 from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives
 from hpctrain.process.phases import (
     ACCUMULATING,
@@ -63,7 +64,7 @@ if driven:
     rank._start = lambda path: None
 world = World(**place)
 exit_status_file = "exit-status" if world.rank == 0 else None
-watchdog = Watchdog(world, timeout, RunDirectory("run"), key, exit_status_file)
+watchdog = Watchdog(world, timeout, None, RunDirectory("run"), key, exit_status_file)
 watchdog.step = 3
 
 def mark_started():
@@ -237,11 +238,13 @@ class WatchedRanks:
         """Wait for a heartbeat of each rank."""
         for one in (one for helper in self.helpers for one in helper._ranks.values()):
             before = shared_memory.PLACE.pack(*self._seen(one))
-            until(lambda one=one, before=before: os.pread(one.file, 24, one.start) != before)
+            until(
+                lambda one=one, before=before: os.pread(one.file, len(before), one.start) != before
+            )
 
     @staticmethod
     def _seen(one):
-        return one.step, one.phase, one.heartbeat
+        return one.step, one.phase, one.heartbeat, one.count
 
     def end(self):
         """Move the clock until the helpers have ended; return the exit codes of the ranks."""
@@ -530,7 +533,9 @@ def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
 
 def single_watchdog(tmp_path, timeout=1800.0):
     world = World(0, 1, 0, 1, 0, 1, ("node1",))
-    return Watchdog(world, timeout, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None)
+    return Watchdog(
+        world, timeout, None, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None
+    )
 
 
 def test_helper_of_ranks_that_have_left_ends_without_a_word(tmp_path):
@@ -741,7 +746,7 @@ def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):
     thread = threading.Thread(target=torch_thread)
     thread.start()
     ranks = [
-        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0)
+        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0, Limits(9, 9))
         for rank, more in ((1, ()), (2, dump), (3, (str(tmp_path / "gone"), "nowhere")))
     ]
     assert dump_collectives(ranks) == [str(tmp_path / "nccl-rank-2")]
