@@ -1,6 +1,7 @@
 """Starts with one rank that fails in a random way, and the rank that `hpctrain run` names.
 
 python tests/launch/blame.py [--starts 200] [--seed 0] [--backend ddp] [--at-once 1]
+python tests/launch/blame.py --faults [--least 3] [--rounds 1]
 """
 
 import argparse
@@ -17,7 +18,15 @@ from pathlib import Path
 
 # How a rank fails: in Python, in C, by a signal, by an exit, or by a sum on this rank alone.
 KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing", "mismatch")
+# Faults of NVIDIA's resiliency extension that need no GPU, as it makes them: a thread or another
+# process makes them a moment after the rank has reached a place.
+FAULTS = (
+    *("WORKLOAD_EXC", "ASYNC_EXC", "SIGNAL_EXC", "OS_ABORT", "LOCK_GIL"),
+    *("SEGFAULT", "SIGINT", "SIGKILL", "SIGTERM", "SIGSTOP"),
+)
+PLACES = ("forward", "collective", "loading")
 RANKS, STEPS = 3, 6
+FAULT_AT = 12  # step; the time-outs of a phase are learnt after it was seen some times
 TIMEOUT = 90  # seconds until a start counts as a hang
 
 SCRIPT = """

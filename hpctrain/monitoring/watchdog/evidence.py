@@ -17,8 +17,9 @@ _TAKES_LONG = re.compile(
 )
 _IDLE = 0.1  # of one processor; threads that poll use less, as those of Horovod and of trackers
 _BYTES = 1 << 16  # per second
-# Python's main thread asks for the GIL every 5 ms while another thread holds it.
-_ASKS_FOR_THE_GIL = 120, 210  # per second
+# Python's main thread asks for the GIL every 5 ms while another thread holds it, or less often on a
+# machine with more threads that compute than processors.
+_ASKS_FOR_THE_GIL = 40, 210  # per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,11 @@ class Sample:
         stack: stack of the main thread, innermost frame first; empty if it is not known.
         takes_long: whether a thread compiles, or is under a debugger of Python.
         pids: process ids of the process and its children.
-        processor: processor seconds of these processes.
-        main: processor seconds of the main thread.
-        waits: how often the main thread gave up its processor.
+        children: processor seconds of the children.
+        process: processor seconds of the process.
+        main: processor seconds of its main thread.
+        on_lock: whether the main thread waits for a lock.
+        waits: how often the main thread has waited.
         transferred: bytes read and written by these processes.
         in_kernel: whether a thread waits in the kernel (state D): its file system or device may
             still respond.
@@ -44,8 +47,10 @@ class Sample:
     stack: str
     takes_long: bool
     pids: tuple[int, ...]
-    processor: float
+    children: float
+    process: float
     main: float
+    on_lock: bool
     waits: int
     transferred: int
     in_kernel: bool
@@ -77,8 +82,10 @@ def take(pid: int, dump: str) -> Sample:
         dump.rstrip().rpartition("\n\n")[2].partition("\n")[2],
         bool(_TAKES_LONG.search(dump)),
         pids,
-        sum(stat.seconds for stat in proc.stats(pids)),
+        sum(stat.seconds for stat in proc.stats(pids[1:])),
+        proc.stat(pid).seconds,
         proc.stat(f"{pid}/task/{pid}").seconds,
+        "futex" in proc.text(f"{pid}/wchan"),
         int(waits[1]) if waits else 0,
         sum(map(int, re.findall(r"^[rw]char: (\d+)", counted, re.MULTILINE))),
         any(stat.state == "D" for stat in threads),
@@ -89,8 +96,8 @@ def verdict(before: Sample, now: Sample) -> str:
     """Return "idle" for a process that hangs, "busy" for one that may, or nothing.
 
     A process that hangs has the same stack in both samples. It is idle if it and its children use
-    no processor and transfer nothing, or if its main thread waits for the GIL all the time. A busy
-    one computes, or waits in C code that polls: these look alike.
+    no processor and transfer nothing. Another thread may use one while it holds the GIL, for which
+    the main thread waits. A busy process computes, or waits in C code that polls: these look alike.
     """
     if before.stopped and now.stopped:
         return "idle"
@@ -100,8 +107,9 @@ def verdict(before: Sample, now: Sample) -> str:
         return ""
     seconds = now.time - before.time
     low, high = _ASKS_FOR_THE_GIL
-    waits_for_gil = low <= (now.waits - before.waits) / seconds <= high
-    used = now.main - before.main if waits_for_gil else now.processor - before.processor
+    without_gil = (before.on_lock or now.on_lock) and low <= (now.waits - before.waits) / seconds <= high
+    used = now.main - before.main if without_gil else now.process - before.process
+    used += now.children - before.children
     if used > _IDLE * seconds or now.transferred - before.transferred > _BYTES * seconds:
         return "busy"
     return "idle" if now.pids == before.pids else "busy"

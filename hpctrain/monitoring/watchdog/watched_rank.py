@@ -26,6 +26,7 @@ _SECONDS_TO_WRITE = 2.0
 _SECONDS_TO_DUMP = 4.0  # torch looks at the FIFO about once a second
 _SECONDS_BETWEEN_LOOKS = 0.005
 _SAMPLES = 6  # per limit, in its second half
+_SECONDS_BETWEEN_ASKS = 0.3
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class WatchedRank:
     def ask(self) -> None:
         """Ask the rank for its stacks, unless it was asked a moment ago."""
         now = time.monotonic()
-        if now - self._asked >= _SECONDS_TO_WRITE:
+        if now - self._asked >= _SECONDS_BETWEEN_ASKS:
             self._asked = now
             self._text += len(shared_memory.text_at(self.file, self._text))
             self.send(SIGNAL)
