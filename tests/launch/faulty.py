@@ -27,7 +27,7 @@ def make_fault():
     """Make the fault, in a thread."""
     asked.wait()
     time.sleep(0.3)  # until the main thread waits in the sums
-    Path("fault").write_text(repr(time.time()))
+    note_time()
     pid, main = os.getpid(), ctypes.c_ulong(threading.main_thread().ident)
     if FAULT == "ASYNC_EXC":
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(RuntimeError))
@@ -42,8 +42,14 @@ def make_fault():
         os._exit(0)
 
 
+def note_time():
+    """Write the time of the fault."""
+    Path("fault").write_text(repr(time.time()))
+
+
 def raise_error(*_):
     """Raise the error of the victim."""
+    note_time()
     raise RuntimeError("the error of the victim")
 
 

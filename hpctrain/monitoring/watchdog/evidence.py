@@ -107,7 +107,9 @@ def verdict(before: Sample, now: Sample) -> str:
         return ""
     seconds = now.time - before.time
     low, high = _ASKS_FOR_THE_GIL
-    without_gil = (before.on_lock or now.on_lock) and low <= (now.waits - before.waits) / seconds <= high
+    without_gil = (before.on_lock or now.on_lock) and low <= (
+        now.waits - before.waits
+    ) / seconds <= high
     used = now.main - before.main if without_gil else now.process - before.process
     used += now.children - before.children
     if used > _IDLE * seconds or now.transferred - before.transferred > _BYTES * seconds:

@@ -25,6 +25,7 @@ from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange, 
 from hpctrain.monitoring.watchdog.limits import FACTOR, Limits
 from hpctrain.monitoring.watchdog.rank import WAKE
 from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives, write_stacks
+from hpctrain.process.failure_record import note_failure
 from hpctrain.process.phases import CLOSED
 from hpctrain.rundir.exit_status import write_exit_status
 
@@ -181,11 +182,15 @@ class Watch:
     def _end(self, blame: Blame, sightings: Sequence[Sighting]) -> None:
         """Publish and report the judgement, then kill the ranks."""
         expected = f"a heartbeat from every rank; {self._limit(blame)}"
-        judgement = str(HpctrainError(blame.code, blame.found, expected, *blame.fixes))
+        error = HpctrainError(blame.code, blame.found, expected, *blame.fixes)
+        judgement = str(error)
         if not self._alone():
             own = judgement
             judgement = self._files(lambda: self._exchange.settle(own)) or judgement
         end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
+        for rank in (one.facts.rank for one in self._ranks.values()):
+            if rank in blame.ranks or not blame.ranks:
+                self._files(partial(note_failure, rank, error, os.environ))
         try:
             self._report(judgement, sightings)
             time.sleep(max(0.0, end - time.monotonic()))

@@ -3,8 +3,8 @@
     /dev/shm/hpctrain-watch-UID-START-NODE-NAMESPACE    accessible to this user only
 
 It begins with the settings of the helper. The part of each rank has step, phase and time of its
-last heartbeat, and how often this phase has begun; from byte 64 on facts about the rank; and from byte 65536 on the stacks that it
-writes on a signal of the helper.
+last heartbeat, and how often this phase has begun; from byte 64 on facts about the rank; and from
+byte 65536 on the stacks that it writes on a signal of the helper.
 
 The rank that creates the file starts the helper. Each rank keeps the file locked (flock) while it
 uses it, and the helper removes it when all ranks of the host have their parts, or when nobody has
