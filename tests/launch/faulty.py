@@ -71,7 +71,7 @@ class Samples(torch.utils.data.Dataset):
     """Samples of more steps than are needed."""
 
     def __len__(self):
-        return 12 * (AT + 6)
+        return 12 * (AT + 30)
 
     def __getitem__(self, index):
         reach("loading")
@@ -88,17 +88,20 @@ class Model(torch.nn.Sequential):
 
 
 if rank == VICTIM:
-    signal.signal(signal.SIGUSR1, raise_error)
     threading.Thread(target=make_fault, daemon=True).start()
 with hpctrain.Session(batch_size=4, workers=0, backend=os.environ["BLAMED_BACKEND"]) as session:
     model = Model(*(torch.nn.Linear(64, 64) for _ in range(4)))
     model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     loader = session.loader(Samples())
     with session.run() as run:
+        if rank == VICTIM:
+            signal.signal(signal.SIGUSR1, raise_error)
         for _ in run.epochs(1):
             for points in run.batches(loader):
-                loss = model(points).mean()
+                loss = model(points).square().mean()
                 reach("collective")
                 if (FAULT, PLACE, rank, run.step) == ("WORKLOAD_EXC", "collective", VICTIM, AT):
                     loss.register_hook(raise_error)
                 session.step(loss)
+                if run.step > AT:
+                    time.sleep(0.2)  # until the ranks agree on a stop
