@@ -28,7 +28,7 @@ from hpctrain.process.phases import (
 def test_limit_is_ten_times_the_slowest_of_late():
     """Learn from a phase; the first times teach nothing, and a long wait is forgotten."""
     limits = Limits(1800.0, 60.0)
-    assert limits.of(SAVING, 1) == (1800.0, 0.0)
+    assert limits.of(SAVING, 1) == (1800.0, None)
     for count in range(1, 6):
         limits.learn(SAVING, count, 170.0)  # they compile, or start workers
     assert limits.of(SAVING, 7) == (60.0, 0.0)
@@ -36,10 +36,10 @@ def test_limit_is_ten_times_the_slowest_of_late():
     assert limits.of(SAVING, 7) == (60.0, 3.0)
     limits.learn(SAVING, 7, 12.0)
     assert limits.of(SAVING, 8) == (120.0, 12.0)
-    assert limits.of(SAVING, 6) == (1800.0, 0.0)  # on a rank that has seen it less often
-    assert limits.of(EVALUATING, 1) == (1800.0, 0.0)
+    assert limits.of(SAVING, 6) == (1800.0, None)  # on a rank that has seen it less often
+    assert limits.of(EVALUATING, 1) == (1800.0, None)
     limits.learn(SAVING, 8, 200.0)
-    assert limits.of(SAVING, 9) == (1800.0, 0.0)
+    assert limits.of(SAVING, 9) == (1800.0, None)
     for count in range(9, 1009):
         limits.learn(SAVING, count, 1.0)
     assert limits.of(SAVING, 1009) == (60.0, 1.0)

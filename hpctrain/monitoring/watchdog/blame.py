@@ -38,7 +38,7 @@ class Sighting:
         state: state letter of the process in proc(5); empty if the process has ended.
         waits_in: kernel function in which the process waits; empty if it does not wait there.
         limit: seconds that the rank may be silent in this phase.
-        slowest: longest silence in this phase of late, from which the limit was learnt; 0 for
+        slowest: longest silence in this phase of late, from which the limit was learnt; None for
             `--timeout`.
         still: "idle" if its stack stays the same and it computes nothing, "busy" if its stack stays
             the same; empty otherwise.
@@ -54,7 +54,7 @@ class Sighting:
     state: str
     waits_in: str = ""
     limit: float = math.inf
-    slowest: float = 0.0
+    slowest: float | None = None
     still: str = ""
     frame: str = ""
 
@@ -68,8 +68,8 @@ class Blame:
         code: code of the error.
         found: what was found, one line.
         fixes: what the user can do, one line each.
-        limit: learnt time-out in seconds; 0 for `--timeout`.
-        slowest: longest silence from which it was learnt.
+        limit: time-out in seconds.
+        slowest: longest silence from which it was learnt; None for `--timeout`.
     """
 
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ class Blame:
     found: str
     fixes: tuple[str, ...]
     limit: float = 0.0
-    slowest: float = 0.0
+    slowest: float | None = None
 
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
@@ -176,8 +176,7 @@ def hung(
         *(fix for fix in blame.fixes if fix not in _LONG[1:]),
         "export HPCTRAIN_LEAST_TIMEOUT=SECONDS, where that may take so long",
     )
-    limit = longest.limit if longest.slowest else 0.0
-    return replace(blame, fixes=fixes, limit=limit, slowest=longest.slowest)
+    return replace(blame, fixes=fixes, limit=longest.limit, slowest=longest.slowest)
 
 
 def _gone(gone: Sequence[Sighting], alive: Sequence[Sighting]) -> Blame:

@@ -2,8 +2,8 @@
 
 import os
 import re
-import time
 from dataclasses import dataclass
+from time import monotonic
 
 from hpctrain.cluster import proc
 
@@ -77,7 +77,7 @@ def take(pid: int, dump: str) -> Sample:
     counted = "\n".join(proc.text(f"{one}/io") for one in pids)
     waits = re.search(r"\nvoluntary_ctxt_switches:\s+(\d+)", proc.text(f"{pid}/status"))
     return Sample(
-        time.monotonic(),
+        monotonic(),
         proc.stat(pid).state == "T",
         dump.rstrip().rpartition("\n\n")[2].partition("\n")[2],
         bool(_TAKES_LONG.search(dump)),

@@ -33,15 +33,15 @@ class Limits:
         if count > _FIRST:
             self._silences[phase].append(silence)
 
-    def of(self, phase: int, count: int) -> tuple[float, float]:
-        """Return the limit in seconds, and the longest silence of late (0 if nothing was learnt).
+    def of(self, phase: int, count: int) -> tuple[float, float | None]:
+        """Return the limit in seconds, and the longest silence of late, or None for the time-out.
 
         Args:
             phase: the phase.
             count: how often the rank has begun it.
         """
         if count <= _FIRST + 1:
-            return self.timeout, 0.0
+            return self.timeout, None
         slowest = max(self._silences[phase], default=0.0)
         limit = max(self.least, FACTOR * slowest)
-        return (limit, slowest) if limit < self.timeout else (self.timeout, 0.0)
+        return (limit, slowest) if limit < self.timeout else (self.timeout, None)

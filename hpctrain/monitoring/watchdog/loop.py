@@ -256,7 +256,7 @@ class Watch:
         return self._sightings() + (self._files(self._exchange.others) or [])
 
     def _limit(self, blame: Blame | None = None) -> str:
-        if blame is None or not blame.limit:
+        if blame is None or blame.slowest is None:
             return f"at most {self._timeout:g} s of silence (--timeout)"
         return (
             f"here at most {blame.limit:.0f} s of silence, learnt: {FACTOR} times the longest of "

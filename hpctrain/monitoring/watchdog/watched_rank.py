@@ -56,7 +56,7 @@ class WatchedRank:
     count: int = 0
     silence: float = 0.0
     limit: float = 0.0
-    slowest: float = 0.0
+    slowest: float | None = None
     still: str = ""
     _sample: evidence.Sample | None = None
     _due: float = 0.0  # silence at which the next sample is taken
