@@ -349,18 +349,17 @@ def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, fo
     assert not list(ranks.directory.path.glob(".*"))
 
 
-@pytest.mark.parametrize("layout", [(3,), (2, 1)])
 @pytest.mark.parametrize(
-    ("how", "early"),
+    ("how", "early", "layout"),
     [
-        ("wait_in_the_script", True),
-        ("stop", True),
-        pytest.param("loop_forever", False, marks=pytest.mark.slow),
-        ("wait_in_a_debugger", False),
+        ("wait_in_the_script", True, (3,)),
+        ("stop", True, (2, 1)),
+        pytest.param("loop_forever", False, (3,), marks=pytest.mark.slow),
+        ("wait_in_a_debugger", False, (3,)),
     ],
 )
 def test_hang_ends_after_the_learnt_timeout_unless_the_rank_computes(
-    watched, monkeypatch, capsys, layout, how, early
+    watched, monkeypatch, capsys, how, early, layout
 ):
     """Let one rank hang, compute or wait in a debugger, after some steps."""
     monkeypatch.setattr(watched_rank, "_SECONDS_BETWEEN_ASKS", 0.0)
@@ -374,7 +373,7 @@ def test_hang_ends_after_the_learnt_timeout_unless_the_rank_computes(
             lambda: all(one.stack() for one in ranks if one._asked and one.state not in ("T", ""))
         )
         if how == "loop_forever" and job.helpers:
-            until(lambda used=used: proc.stat(pid).seconds > used)
+            until(lambda used=used: proc.stat(pid).seconds > used or not proc.stat(pid).state)
             used = proc.stat(pid).seconds + 0.1
     assert job.ranks.end() == [-signal.SIGKILL] * 3
     reason = job.ranks.reason()
