@@ -100,7 +100,7 @@ def train(folder, backend, script, *arguments, **more):
         text=True,
     )
     with process:
-        hang = threading.Timer(TIMEOUT, process.terminate)  # `hpctrain run` ends its ranks
+        hang = threading.Timer(TIMEOUT, process.kill)  # then the ranks end, too
         hang.start()
         _, output = process.communicate()
         hang.cancel()

@@ -66,7 +66,8 @@ NOW = replace(BEFORE, time=110.0)
         ({"process": 60.0, "waits": 11000}, "busy"),  # the main thread polls
         ({"children": 13.0}, "busy"),
         ({"pids": (5, 7)}, "busy"),
-        ({"transferred": 5_000_000}, "busy"),
+        ({"transferred": 15_000_000}, "busy"),
+        ({"transferred": 1_500_000}, "idle"),  # Horovod's thread,
     ],
 )
 def test_process_hangs_if_it_stays_where_it_is_and_computes_nothing(more, expected):

@@ -16,7 +16,7 @@ _TAKES_LONG = re.compile(
     r'|/_inductor/compile_fx\.py", line \d+ in \w*compile|/triton/compiler/'
 )
 _IDLE = 0.1  # of one processor; threads that poll use less, as those of Horovod and of trackers
-_BYTES = 1 << 16  # per second
+_BYTES = 1 << 20  # per second; Horovod's thread sends and receives a tenth of it without end
 # Python's main thread asks for the GIL every 5 ms while another thread holds it, or less often on a
 # machine with more threads that compute than processors.
 _ASKS_FOR_THE_GIL = 40, 210  # per second
