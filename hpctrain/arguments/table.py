@@ -411,7 +411,7 @@ class Options:
     timeout: float = option(
         "--timeout",
         1800.0,
-        "maximum seconds that a step or a collective may take",
+        "maximum seconds that a step or a collective may take; hangs that are certain end sooner",
         seconds,
         metavar="S",
         common=True,

@@ -21,6 +21,7 @@ MAIN_PORT = "HPCTRAIN_MAIN_PORT"  # first port to try at this address
 HOSTNAME = "HPCTRAIN_HOSTNAME"  # name of this host at the rendezvous
 INTERFACE = "HPCTRAIN_INTERFACE"  # network interface for the ranks
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface for gloo alone
+LEAST_TIMEOUT = "HPCTRAIN_LEAST_TIMEOUT"  # shortest learnt time-out in seconds
 SECRET = "HPCTRAIN_SECRET"  # noqa: S105  secret shared by the ranks of one start
 START = "HPCTRAIN_START"  # id of one start of ranks by `hpctrain run`
 RUN_DIR = "HPCTRAIN_RUN_DIR"  # run directory

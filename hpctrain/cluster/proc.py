@@ -1,11 +1,24 @@
 """Facts about processes of this host, from Linux's /proc. Source: proc(5)."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Stat", "environment", "namespace", "start_time", "started", "stat", "text"]
+__all__ = [
+    "Stat",
+    "environment",
+    "family",
+    "namespace",
+    "start_time",
+    "started",
+    "stat",
+    "stats",
+    "text",
+    "threads",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +30,17 @@ class Stat:
         parent: process id of the parent.
         started: start time in clock ticks since the boot; with the process id, it identifies the
             process.
+        seconds: processor time in seconds, with that of children for which it has waited.
     """
 
     state: str
     parent: int
     started: int
+    seconds: float = 0.0
 
 
-def stat(pid: int) -> Stat:
-    """Return the state, parent and start time of a process.
+def stat(pid: int | str) -> Stat:
+    """Return facts about a process, or about a thread ("PID/task/TID").
 
     Raises:
         OSError: /proc does not show the process.
@@ -33,7 +48,31 @@ def stat(pid: int) -> Stat:
     # The name, in parentheses, may contain any characters. It is cut at 15 bytes.
     content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     state, parent, *others = content.rpartition(")")[2].split()
-    return Stat("" if state in "ZX" else state, int(parent), int(others[17]))
+    seconds = sum(map(int, others[9:13])) / os.sysconf("SC_CLK_TCK")
+    return Stat("" if state in "ZX" else state, int(parent), int(others[17]), seconds)
+
+
+def threads(pid: int) -> list[str]:
+    """Return the threads of a process as paths below /proc; none if it has ended."""
+    return [f"{pid}/task/{task.name}" for task in Path(f"/proc/{pid}/task").glob("*")]
+
+
+def stats(paths: Iterable[int | str]) -> list[Stat]:
+    """Return facts about processes or threads, without those that have ended."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append(stat(path))
+    return found
+
+
+def family(pid: int) -> list[int]:
+    """Return the ids of a process and of its children, and theirs."""
+    found = [pid]
+    for one in found:
+        for thread in threads(one):
+            found += map(int, text(f"{thread}/children").split())
+    return found
 
 
 def started(pid: int) -> int | None:

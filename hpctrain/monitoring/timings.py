@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from hpctrain.backends.base import Backend, Work
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import ACCUMULATING, AGREEING, BACKWARD, COMPUTING, LOADING
+from hpctrain.process.phases import (
+    ACCUMULATING,
+    AGREEING,
+    BACKWARD,
+    COMPUTING,
+    LOADING,
+    UPDATING,
+)
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["Clock", "DeviceClock", "Timings"]
@@ -27,7 +35,8 @@ _LEAST_SECONDS = 10.0
 # Forward passes per interval that are timed on a GPU; their median counts.
 _SAMPLES = 8
 
-_STEP = slice(LOADING, AGREEING + 1)  # phases that make up a step
+# Phases that make up a step.
+_STEP = itemgetter(LOADING, COMPUTING, ACCUMULATING, BACKWARD, UPDATING, AGREEING)
 
 # By kind of slowness: what the rank does, and where to look for the cause.
 _ADVICE = {
@@ -159,7 +168,7 @@ class Timings:
 
     def step(self) -> None:
         """Record the end of a step."""
-        ended = sum(self._seconds[_STEP])
+        ended = sum(_STEP(self._seconds))
         self._step_seconds.append(ended - self._ended)
         self._ended = ended
         if self._first:

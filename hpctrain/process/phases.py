@@ -18,18 +18,19 @@ class Phase:
     waits: bool
 
 
-# Of two ranks at the same step, the one with the lower number is behind.
+# Of two ranks after the same number of steps, the one with the lower number is behind: first the
+# phases in which a rank waits for no other one, then those between two steps, then the sums.
 CLOSED = -1  # the rank has left the run; written by `Watchdog.close` alone
 IDLE = 0  # no progress is expected
 LOADING = 1
 COMPUTING = 2
 ACCUMULATING = 3
-BACKWARD = 4
-UPDATING = 5
-AGREEING = 6
-EVALUATING = 7
-SAVING = 8
-WAITING = 9
+AGREEING = 4
+EVALUATING = 5
+SAVING = 6
+WAITING = 7
+BACKWARD = 8
+UPDATING = 9
 
 PHASES = {
     CLOSED: Phase("has left the run", False),
@@ -37,10 +38,10 @@ PHASES = {
     LOADING: Phase("waits for data", False),
     COMPUTING: Phase("in the script's code", False),
     ACCUMULATING: Phase("in the backward pass of a micro-batch", False),
-    BACKWARD: Phase("in the backward pass or its sums", True),
-    UPDATING: Phase("in the update of the weights", True),
     AGREEING: Phase("agrees with the other ranks", True),
     EVALUATING: Phase("in an evaluation", True),
     SAVING: Phase("saves a checkpoint", True),
     WAITING: Phase("waits for the other ranks before an exchange", True),
+    BACKWARD: Phase("in the backward pass or its sums", True),
+    UPDATING: Phase("in the update of the weights", True),
 }

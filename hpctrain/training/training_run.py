@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hpctrain import data, optim
+from hpctrain.cluster import env_vars
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
 from hpctrain.process import random_states, seeds
@@ -93,6 +94,7 @@ class Run:
         self._begun = False  # whether the loop has requested the batches of this epoch
         self._cut_short = False  # whether --max-steps ended the current epoch early
         self._stop: str | None = None  # why all ranks stop, after their consensus
+        self._asking = ""  # the rank that asked for it, if only one did
         self._paused, self._pause = time.monotonic(), 0.0  # end of last batches; longest time after
         self._undo = ExitStack()  # restores what a run changes in its process
         self._journal: RunJournal | None = None
@@ -121,6 +123,7 @@ class Run:
         self._watchdog = watchdog = Watchdog(
             context.world,
             context.options.timeout,
+            env_vars.number(os.environ, env_vars.LEAST_TIMEOUT),
             self.directory,
             journal.key,
             context.exit_status_file,
@@ -510,6 +513,7 @@ class Run:
         self._metrics.offer()
         return {
             **{reason: float(reason == asked) for reason in REASONS},
+            _ASKING: float(context.world.rank if asked else 0),
             _NOT_FINITE: 1.0
             * (context.precision.nonfinite.streak >= context.options.max_nonfinite),
             _NOT_WRITTEN: float(self._saves.failed()),
@@ -547,6 +551,9 @@ class Run:
             self._saves.end_memory()
         if self._stop is None:
             self._stop = next((reason for reason in REASONS if sums[reason]), None)
+            ranks = sum(map(sums.__getitem__, REASONS))
+            if self._stop and self._stop.startswith("SIG") and ranks == 1:
+                self._asking = f" (rank {sums[_ASKING]:.0f})"
         self._metrics.poll()
         self._watch.exchange_timings(sums[_MEASURED] > 0, self.step, self.epoch)
         return sums[_OVERDUE] > 0
@@ -571,7 +578,8 @@ class Run:
             where = f"from step {saved.step if saved else 0}"
             reason = f"{reason}; {error.found}"
         self._context.preemption.obeyed(self.directory)
-        logger.info("stopped by %s at step %d; --resume goes on %s", self._stop, self.step, where)
+        by = f"{self._stop}{self._asking}"
+        logger.info("stopped by %s at step %d; --resume goes on %s", by, self.step, where)
         raise Stopped(f"{reason}, after step {self.step}", os.environ)
 
     def _save_margin(self) -> float:
@@ -755,6 +763,6 @@ _FIRST_STEPS = 2
 
 # Names of the values that the ranks exchange besides the reasons to stop.
 _NOT_FINITE, _NOT_WRITTEN, _NO_ROOM = "not finite", "not written", "no room"
-_OVERDUE, _MEASURED = "overdue", "measured"
+_OVERDUE, _MEASURED, _ASKING = "overdue", "measured", "asking"
 
 _END = object()

@@ -50,6 +50,14 @@ def test_ended_process_has_no_state(child):
     assert proc.started(child.pid) == 0
 
 
+def test_family_and_threads_of_a_process(child):
+    assert child.pid in proc.family(os.getpid())
+    assert proc.family(child.pid) == [child.pid]
+    assert proc.threads(child.pid) == [f"{child.pid}/task/{child.pid}"]
+    (thread,) = proc.stats([*proc.threads(child.pid), ABSENT])
+    assert (thread.started, thread.seconds >= 0) == (proc.started(child.pid), True)
+
+
 def test_absent_process():
     with pytest.raises(FileNotFoundError):
         proc.stat(ABSENT)

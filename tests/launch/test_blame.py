@@ -37,6 +37,18 @@ def test_rank_that_failed_first_is_named(kind, victim, moment, backend):
     assert output.count("Traceback (most recent call last)") <= 1, output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", blame.PLACES)
+@pytest.mark.parametrize("fault", blame.FAULTS)
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_rank_that_gets_a_fault_is_named_within_the_learnt_timeout(fault, place, backend):
+    """Make a fault of NVIDIA's resiliency extension in one rank."""
+    victim = (blame.FAULTS.index(fault) + blame.PLACES.index(place)) % blame.RANKS
+    named, seconds, output = blame.start_faulty(fault, victim, place, backend)
+    assert named == victim, output
+    assert seconds < 60, output
+
+
 LINGERS = """
 import atexit, signal
 import torch

@@ -23,12 +23,14 @@ from processes import until
 
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.ddp.flight_recorder import FlightRecorder
+from hpctrain.cluster import proc
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes
-from hpctrain.monitoring.watchdog import Watchdog, loop, shared_memory
+from hpctrain.monitoring.watchdog import Watchdog, evidence, loop, shared_memory, watched_rank
 from hpctrain.monitoring.watchdog import rank as rank_module
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
+from hpctrain.monitoring.watchdog.limits import Limits
 from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives
 from hpctrain.process.phases import (
     ACCUMULATING,
@@ -58,12 +60,12 @@ from hpctrain.monitoring.watchdog import Watchdog, rank
 from hpctrain.process.phases import BACKWARD, COMPUTING, IDLE, LOADING
 from hpctrain.cluster.world import World
 
-place, how, present, timeout, key, driven = json.loads(sys.argv[1])
+place, how, present, timeout, least, key, driven = json.loads(sys.argv[1])
 if driven:
     rank._start = lambda path: None
 world = World(**place)
 exit_status_file = "exit-status" if world.rank == 0 else None
-watchdog = Watchdog(world, timeout, RunDirectory("run"), key, exit_status_file)
+watchdog = Watchdog(world, timeout, least, RunDirectory("run"), key, exit_status_file)
 watchdog.step = 3
 
 def mark_started():
@@ -86,6 +88,13 @@ def loop_forever():
 
 def load():
     watchdog.heartbeat(LOADING)
+    mark_started()
+    threading.Event().wait()
+
+def wait_in_a_debugger():
+    exec(compile("wait_in_the_script()", "/lib/python3/pdb.py", "exec"))
+
+def wait_in_the_script():
     mark_started()
     threading.Event().wait()
 
@@ -122,6 +131,9 @@ def work():
 Path(f"ready-{world.rank}").touch()
 while not all(Path(f"ready-{name}").exists() for name in present):
     time.sleep(0.01)
+for _ in range(8 if least else 0):  # the time-outs of these phases are learnt
+    for phase in (LOADING, COMPUTING, BACKWARD):
+        watchdog.heartbeat(phase)
 watchdog.heartbeat(COMPUTING)
 globals()[how]()
 watchdog.close()
@@ -131,7 +143,7 @@ watchdog.close()
 class Start:
     """The ranks of one start, their helpers, logs and shared folders."""
 
-    def __init__(self, folder, how, layout, timeout, absent=(), driven=False):
+    def __init__(self, folder, how, layout, timeout, least=None, absent=(), driven=False):
         self.folder, self.layout, self.how = folder, layout, how
         self.key = secrets.token_hex(8)
         self.directory = RunDirectory(folder / "run")
@@ -154,7 +166,9 @@ class Start:
                     "hosts": hosts,
                 }
                 awaited = [*present, "go"] if driven else present
-                arguments = json.dumps([place, how[rank], awaited, timeout, self.key, driven])
+                arguments = json.dumps(
+                    [place, how[rank], awaited, timeout, least, self.key, driven]
+                )
                 self.ranks[rank] = subprocess.Popen(
                     [sys.executable, "-c", RANK, arguments], cwd=folder, stderr=output
                 )
@@ -237,11 +251,13 @@ class WatchedRanks:
         """Wait for a heartbeat of each rank."""
         for one in (one for helper in self.helpers for one in helper._ranks.values()):
             before = shared_memory.PLACE.pack(*self._seen(one))
-            until(lambda one=one, before=before: os.pread(one.file, 24, one.start) != before)
+            until(
+                lambda one=one, before=before: os.pread(one.file, len(before), one.start) != before
+            )
 
     @staticmethod
     def _seen(one):
-        return one.step, one.phase, one.heartbeat
+        return one.step, one.phase, one.heartbeat, one.count
 
     def end(self):
         """Move the clock until the helpers have ended; return the exit codes of the ranks."""
@@ -331,6 +347,49 @@ def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, fo
         assert text.count("in wait_for_the_others") == 2
         assert text.count(f"{stack}\n") == 1
     assert not list(ranks.directory.path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "early", "layout"),
+    [
+        ("wait_in_the_script", True, (3,)),
+        ("stop", True, (2, 1)),
+        pytest.param("loop_forever", False, (3,), marks=pytest.mark.slow),
+        ("wait_in_a_debugger", False, (3,)),
+    ],
+)
+def test_hang_ends_after_the_learnt_timeout_unless_the_rank_computes(
+    watched, monkeypatch, capsys, how, early, layout
+):
+    """Let one rank hang, compute or wait in a debugger, after some steps."""
+    monkeypatch.setattr(watched_rank, "_SECONDS_BETWEEN_ASKS", 0.0)
+    job = watched(WAIT, WAIT, how, layout=layout, least=8)
+    monkeypatch.setattr(evidence, "monotonic", job.clock)
+    used, pid = 0.0, job.ranks.ranks[2].pid
+    ranks = [one for helper in job.helpers for one in helper._ranks.values()]
+    for _ in range(4 * int(TIMEOUT)):
+        job.advance(0.4)
+        until(
+            lambda: all(one.stack() for one in ranks if one._asked and one.state not in ("T", ""))
+        )
+        if how == "loop_forever" and job.helpers:
+            until(lambda used=used: proc.stat(pid).seconds > used or not proc.stat(pid).state)
+            used = proc.stat(pid).seconds + 0.1
+    assert not job.helpers
+    assert job.ranks.end() == [-signal.SIGKILL] * 3
+    reason = job.ranks.reason()
+    assert reason.startswith(f"rank 2 on node{len(layout)} is silent for ")
+    silence = int(re.search("silent for ([0-9]+) s", reason)[1])
+    output = capsys.readouterr().err
+    if early:
+        assert 8 <= silence < TIMEOUT
+        assert (
+            "expected: a heartbeat from every rank; here at most 8 s of silence, learnt: " in output
+        )
+        assert "export HPCTRAIN_LEAST_TIMEOUT=SECONDS" in output
+    else:
+        assert silence >= TIMEOUT
+        assert f"at most {TIMEOUT:g} s of silence (--timeout)" in output
 
 
 def test_dead_rank_is_named_by_the_watchdog(watched):
@@ -530,7 +589,9 @@ def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
 
 def single_watchdog(tmp_path, timeout=1800.0):
     world = World(0, 1, 0, 1, 0, 1, ("node1",))
-    return Watchdog(world, timeout, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None)
+    return Watchdog(
+        world, timeout, None, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None
+    )
 
 
 def test_helper_of_ranks_that_have_left_ends_without_a_word(tmp_path):
@@ -741,7 +802,7 @@ def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):
     thread = threading.Thread(target=torch_thread)
     thread.start()
     ranks = [
-        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0)
+        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0, Limits(9, 9))
         for rank, more in ((1, ()), (2, dump), (3, (str(tmp_path / "gone"), "nowhere")))
     ]
     assert dump_collectives(ranks) == [str(tmp_path / "nccl-rank-2")]

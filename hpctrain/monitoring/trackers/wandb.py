@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import proc
@@ -67,11 +66,10 @@ class WandB(Tracker):
 
     def abandon(self) -> None:
         """Kill W&B's service: it retries without end, and W&B waits for it at the exit."""
-        for task in Path("/proc/self/task").glob("*"):
-            for process in proc.text(f"{task}/children").split():
-                if proc.text(f"{process}/comm") == _SERVICE:
-                    with suppress(OSError):  # already ended
-                        os.kill(int(process), signal.SIGKILL)
+        for process in proc.family(os.getpid()):
+            if proc.text(f"{process}/comm") == _SERVICE:
+                with suppress(OSError):  # already ended
+                    os.kill(process, signal.SIGKILL)
         sys.unraisablehook = partial(_hide_wandb_errors, sys.unraisablehook)
 
 

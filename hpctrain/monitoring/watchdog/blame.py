@@ -1,12 +1,14 @@
 """Decision which rank is to blame, from the observations of all helpers; pure functions."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.cluster.texts import listed, ranks_text
-from hpctrain.process.phases import BACKWARD, CLOSED, PHASES, UPDATING, WAITING
+from hpctrain.process.phases import AGREEING, BACKWARD, CLOSED, PHASES, UPDATING, WAITING
 
-__all__ = ["Blame", "Sighting", "apart", "describe", "judge", "place", "suspended"]
+__all__ = ["Blame", "Sighting", "apart", "describe", "hung", "judge", "place", "suspended"]
 
 # State letters of a process. Source: proc(5).
 STATES = {
@@ -17,6 +19,9 @@ STATES = {
     "t": "is held by a debugger",
 }
 _MOST_NAMED = 8
+# Here a rank waits for the others and runs nothing of the script but hooks. It may use a whole
+# processor for it, as NCCL and MPI do.
+_EXCHANGES = (BACKWARD, UPDATING, AGREEING, WAITING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,12 @@ class Sighting:
         pid: process id of the rank.
         state: state letter of the process in proc(5); empty if the process has ended.
         waits_in: kernel function in which the process waits; empty if it does not wait there.
+        limit: seconds that the rank may be silent in this phase.
+        slowest: longest silence in this phase of late, from which the limit was learnt; None for
+            `--timeout`.
+        still: "idle" if its stack stays the same and it computes nothing, "busy" if its stack stays
+            the same; empty otherwise.
+        frame: innermost frame of its main thread; empty if it is not known.
     """
 
     rank: int
@@ -42,6 +53,10 @@ class Sighting:
     pid: int
     state: str
     waits_in: str = ""
+    limit: float = math.inf
+    slowest: float | None = None
+    still: str = ""
+    frame: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +68,16 @@ class Blame:
         code: code of the error.
         found: what was found, one line.
         fixes: what the user can do, one line each.
+        limit: time-out in seconds.
+        slowest: longest silence from which it was learnt; None for `--timeout`.
     """
 
     ranks: tuple[int, ...]
     code: str
     found: str
     fixes: tuple[str, ...]
+    limit: float = 0.0
+    slowest: float | None = None
 
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
@@ -88,9 +107,8 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         return _stopped(stopped)
     places = sorted({(sighting.step, sighting.phase) for sighting in alive})
     behind = [sighting for sighting in alive if (sighting.step, sighting.phase) == places[0]]
-    in_kernel = [sighting for sighting in alive if sighting.state == "D"]
-    if len(behind) == len(alive) and 0 < len(in_kernel) < len(alive):
-        behind = in_kernel
+    if len(behind) == len(alive):
+        behind = _unlike_the_others(alive) or behind
     waits = PHASES[behind[0].phase].waits
     missing = sorted(set(range(world_size)) - {sighting.rank for sighting in sightings})
     left = [sighting for sighting in sightings if sighting.phase == CLOSED]
@@ -110,6 +128,55 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         found += ": they wait for each other"
     code, fixes = ("HT660", _NETWORK) if waits else ("HT659", _LONG)
     return Blame((), code, found + _kernel(alive), fixes)
+
+
+def _unlike_the_others(alive: Sequence[Sighting]) -> list[Sighting]:
+    """Return the ranks that hang where all ranks are in the same phase; none if it is not known.
+
+    These wait in the kernel; or one rank executes something else in its backward pass, which all
+    other ranks wait for in the same function.
+    """
+    in_kernel = [sighting for sighting in alive if sighting.state == "D"]
+    if in_kernel:
+        return in_kernel if len(in_kernel) < len(alive) else []
+    frames = Counter(sighting.frame for sighting in alive).most_common()
+    if alive[0].phase != BACKWARD or len(frames) != 2 or frames[1][1] == frames[0][1]:
+        return []
+    return [one for one in alive if one.frame == frames[1][0] and frames[1][1] == 1]
+
+
+def hung(
+    sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str], soon: float
+) -> Blame | None:
+    """Return the blame if the run hangs for longer than the learnt time-outs; None otherwise.
+
+    Every rank has to be silent, and the silence of every rank has to be explained: by its own
+    samples, or by a rank that is behind it, if it waits in an exchange for that one.
+
+    Args:
+        sightings: observations of all ranks.
+        world_size: number of ranks.
+        hosts: names of all hosts.
+        soon: seconds until the end of the time-out that may be missing.
+    """
+    inside = [sighting for sighting in sightings if sighting.state and sighting.phase != CLOSED]
+    if not inside or len(sightings) < world_size or suspended(sightings, world_size):
+        return None
+    blame = judge(sightings, world_size, hosts)
+    named = [sighting for sighting in inside if sighting.rank in blame.ranks]
+    hanging = [one for one in inside if not named or one in named or one.phase not in _EXCHANGES]
+    longest = max(hanging, key=lambda sighting: sighting.limit)
+    if any(sighting.silence + soon < longest.limit for sighting in inside):
+        return None
+    for sighting in hanging:
+        waits = not named and sighting.phase in _EXCHANGES
+        if sighting.still != "idle" and not (waits and sighting.still):
+            return None
+    fixes = (
+        *(fix for fix in blame.fixes if fix not in _LONG[1:]),
+        "export HPCTRAIN_LEAST_TIMEOUT=SECONDS, where that may take so long",
+    )
+    return replace(blame, fixes=fixes, limit=longest.limit, slowest=longest.slowest)
 
 
 def _gone(gone: Sequence[Sighting], alive: Sequence[Sighting]) -> Blame:

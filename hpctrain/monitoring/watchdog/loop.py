@@ -16,26 +16,30 @@ from hpctrain.monitoring.watchdog.blame import (
     Sighting,
     apart,
     describe,
+    hung,
     judge,
     place,
     suspended,
 )
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange, append
+from hpctrain.monitoring.watchdog.limits import FACTOR, Limits
 from hpctrain.monitoring.watchdog.rank import WAKE
 from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives, write_stacks
+from hpctrain.process.failure_record import note_failure
 from hpctrain.process.phases import CLOSED
 from hpctrain.rundir.exit_status import write_exit_status
 
 __all__ = ["Watch"]
 
-_LOOKS = 20  # looks per time-out
+_LOOKS = 20  # looks per shortest time-out
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_FOR_FILES = 5.0  # the helper continues without a slower file system
 # Time for the helpers of other hosts to find the judgement and end their ranks at the same time.
 _SECONDS_TO_AGREE = 3.0
 _SECONDS_TO_DIE = 10.0
-# Silence after which ranks that wait at two places are noticed; they end after as long again.
-_SECONDS_APART = 5.0
+# Silence after which the helpers exchange observations. Ranks that hang, or wait at two places, are
+# observed for as long again before they end: an observation from another host may be old.
+_SECONDS_SILENT = 5.0
 
 
 class Watch:
@@ -53,14 +57,16 @@ class Watch:
         self._host, self._hosts = settings["host"], settings["hosts"]
         self._world_size: int = settings["world_size"]
         self._timeout: float = settings["timeout"]
+        self._limits = Limits(self._timeout, settings["least"])
         self._directory = rundir.RunDirectory(settings["directory"])
         self._log = self._directory.logs / f"watch-{self._host}.log"
         self._exchange = HelperExchange(
             self._directory.path, settings["key"], self._host, settings["rank"]
         )
         self._first = settings["node_rank"] == 0
-        self._apart: tuple[float, list[Sighting]] | None = None  # when and how first observed
-        self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
+        self._hung: tuple[float, list[Sighting]] | None = None  # when and how first observed
+        shortest = min(self._timeout, settings["least"])
+        self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, shortest / _LOOKS)
         self._expected: int = settings["local_world_size"]
         self._ranks: dict[int, WatchedRank] = {}  # by local rank
         self._posted: float | None = None  # when silence was last published
@@ -102,7 +108,7 @@ class Watch:
             facts = shared_memory.read_facts(self._file, local_rank)
             if facts is not None:
                 start = (local_rank + 1) * shared_memory.PART
-                self._ranks[local_rank] = WatchedRank(facts, self._file, start)
+                self._ranks[local_rank] = WatchedRank(facts, self._file, start, self._limits)
         if len(self._ranks) == self._expected:
             self._path.unlink(missing_ok=True)
 
@@ -117,12 +123,11 @@ class Watch:
 
     def _consider(self) -> None:
         """Publish silence to the other helpers, and judge if it is too long."""
-        silence = max((rank.silence for rank in self._ranks.values() if rank.counts), default=0.0)
-        if silence >= _SECONDS_APART:
-            self._look_apart()
-        else:
-            self._apart = None
-        if silence < min(self._timeout / 2, _SECONDS_APART):
+        counted = [rank for rank in self._ranks.values() if rank.counts]
+        silence = max((rank.silence for rank in counted), default=0.0)
+        limit = min((rank.limit for rank in counted), default=self._timeout)
+        if silence < min(limit / 2, _SECONDS_SILENT):
+            self._hung = None
             if self._posted is not None:
                 self._posted = None
                 self._files(self._exchange.withdraw)
@@ -130,30 +135,28 @@ class Watch:
         judged = False
         if not self._alone():
             now = self._clock()
-            if self._posted is None or now - self._posted > self._seconds_between_posts(silence):
+            # A short silence is normal, so the helpers of many hosts post less often.
+            pause = limit / _LOOKS if silence >= limit / 2 else len(self._hosts) / 16
+            if self._posted is None or now - self._posted > min(limit / _LOOKS, max(1.0, pause)):
                 self._posted = now
                 self._post()
             judged = bool(self._files(self._exchange.judged))
         if judged or silence >= self._timeout:
             self._judge()
+        elif self._first or self._alone():
+            self._judge_early()
 
-    def _seconds_between_posts(self, silence: float) -> float:
-        """Return the seconds between posts; a short silence is normal, so large jobs post less."""
-        if silence >= self._timeout / 2:
-            return self._timeout / _LOOKS
-        return min(self._timeout / _LOOKS, max(1.0, len(self._hosts) / 16))
-
-    def _look_apart(self) -> None:
-        """End ranks that wait for each other at two places; the first helper checks all ranks."""
-        if not (self._first or self._alone()):
-            return
-        sightings = self._all_sightings()
-        blame, now = apart(sightings, self._world_size), self._clock()
+    def _judge_early(self) -> None:
+        """End ranks that hang, or wait for each other at two places, before the time-out."""
+        sightings, now = self._all_sightings(), self._clock()
+        blame = apart(sightings, self._world_size) or hung(
+            sightings, self._world_size, self._hosts, _SECONDS_SILENT
+        )
         if blame is None:
-            self._apart = None
-        elif self._apart is None:
-            self._apart = now, sightings
-        elif now - self._apart[0] >= _SECONDS_APART and _longer(self._apart[1], sightings):
+            self._hung = None
+        elif self._hung is None:
+            self._hung = now, sightings
+        elif now - self._hung[0] >= _SECONDS_SILENT and _longer(self._hung[1], sightings):
             self._end(blame, sightings)
 
     def _alone(self) -> bool:
@@ -178,12 +181,16 @@ class Watch:
 
     def _end(self, blame: Blame, sightings: Sequence[Sighting]) -> None:
         """Publish and report the judgement, then kill the ranks."""
-        expected = f"a heartbeat from every rank; {self._limit()}"
-        judgement = str(HpctrainError(blame.code, blame.found, expected, *blame.fixes))
+        expected = f"a heartbeat from every rank; {self._limit(blame)}"
+        error = HpctrainError(blame.code, blame.found, expected, *blame.fixes)
+        judgement = str(error)
         if not self._alone():
             own = judgement
             judgement = self._files(lambda: self._exchange.settle(own)) or judgement
         end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
+        for rank in (one.facts.rank for one in self._ranks.values()):
+            if rank in blame.ranks or not blame.ranks:
+                self._files(partial(note_failure, rank, error, os.environ))
         try:
             self._report(judgement, sightings)
             time.sleep(max(0.0, end - time.monotonic()))
@@ -248,8 +255,14 @@ class Watch:
             return self._sightings()
         return self._sightings() + (self._files(self._exchange.others) or [])
 
-    def _limit(self) -> str:
-        return f"at most {self._timeout:g} s of silence (--timeout)"
+    def _limit(self, blame: Blame | None = None) -> str:
+        if blame is None or blame.slowest is None:
+            return f"at most {self._timeout:g} s of silence (--timeout)"
+        return (
+            f"here at most {blame.limit:.0f} s of silence, learnt: {FACTOR} times the longest of "
+            f"late ({blame.slowest:.1f} s), from {self._limits.least:g} "
+            f"(HPCTRAIN_LEAST_TIMEOUT) to {self._timeout:g} s (--timeout)"
+        )
 
     def _note(self, text: str) -> None:
         """Write a line to the log."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from hpctrain.cluster import proc
 from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import shared_memory
+from hpctrain.monitoring.watchdog.limits import LEAST
 from hpctrain.monitoring.watchdog.watched_rank import SIGNAL
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import IDLE, PHASES
@@ -44,6 +45,7 @@ class Watchdog:
     Args:
         world: complete world, as after the rendezvous.
         timeout: seconds that a rank may be silent.
+        least: shortest learnt time-out in seconds (default: 60).
         directory: run directory.
         key: unique name of this start, the same on all ranks.
         exit_status_file: path of rank 0's exit status file; None on other ranks.
@@ -60,6 +62,7 @@ class Watchdog:
         self,
         world: World,
         timeout: float,
+        least: int | None,
         directory: RunDirectory,
         key: str,
         exit_status_file: str | None,
@@ -83,6 +86,7 @@ class Watchdog:
             "local_world_size": world.local_world_size,
             "world_size": world.world_size,
             "timeout": timeout,
+            "least": LEAST if least is None else least,
             "directory": str(directory.path.absolute()),
             "key": key,
         }
@@ -107,12 +111,13 @@ class Watchdog:
         Between the kernels of a model this code is never in the processor's cache, so each
         additional call would cost microseconds.
         """
-        seconds, last, since = self.seconds, IDLE, _now()
+        seconds, counts, last, since = self.seconds, [0] * len(PHASES), IDLE, _now()
 
         def heartbeat(phase: int) -> None:
             nonlocal last, since
             now = _now()
-            _pack(self._memory, 0, self.step, phase, now)
+            counts[phase] += 1
+            _pack(self._memory, 0, self.step, phase, now, counts[phase])
             seconds[last] += (now - since) * 1e-9
             last, since = phase, now
 

@@ -3,8 +3,8 @@
     /dev/shm/hpctrain-watch-UID-START-NODE-NAMESPACE    accessible to this user only
 
 It begins with the settings of the helper. The part of each rank has step, phase and time of its
-last heartbeat; from byte 64 on facts about the rank; and from byte 65536 on the stacks that it
-writes on a signal of the helper.
+last heartbeat, and how often this phase has begun; from byte 64 on facts about the rank; and from
+byte 65536 on the stacks that it writes on a signal of the helper.
 
 The rank that creates the file starts the helper. Each rank keeps the file locked (flock) while it
 uses it, and the helper removes it when all ranks of the host have their parts, or when nobody has
@@ -41,7 +41,8 @@ __all__ = [
     "text_at",
 ]
 
-PLACE = struct.Struct("@qqq")  # step, phase, time.monotonic_ns() of the last heartbeat
+# Step, phase, time.monotonic_ns() of the last heartbeat; how often this phase has begun.
+PLACE = struct.Struct("@qqqq")
 PART = 1 << 24  # bytes from one part to the next; more than the longest stacks
 FACTS, STACK = 64, 1 << 16  # offsets in a part
 _PREFIX = "hpctrain-watch"
@@ -128,7 +129,7 @@ class Part:
             self.stack = os.open(path, os.O_WRONLY)
             undo.callback(os.close, self.stack)
             os.lseek(self.stack, start + STACK, os.SEEK_SET)
-            place = PLACE.pack(0, IDLE, time.monotonic_ns()).ljust(FACTS, b"\0")
+            place = PLACE.pack(0, IDLE, time.monotonic_ns(), 0).ljust(FACTS, b"\0")
             # Write before mapping: a full /dev/shm must cause an error and no SIGBUS.
             os.pwrite(self._file, place + json.dumps(asdict(facts)).encode() + b"\n", start)
             self.memory = mmap.mmap(self._file, FACTS, offset=start)
@@ -136,7 +137,7 @@ class Part:
 
     def leave(self) -> None:
         """Write that this rank has left."""
-        PLACE.pack_into(self.memory, 0, PLACE.unpack_from(self.memory)[0], CLOSED, 0)
+        PLACE.pack_into(self.memory, 0, PLACE.unpack_from(self.memory)[0], CLOSED, 0, 0)
 
     def close(self) -> None:
         """Close the memory and the files."""
@@ -172,9 +173,9 @@ def _open_locked(path: Path) -> tuple[int, bool]:
         os.close(file)  # a helper has removed it meanwhile
 
 
-def text_at(file: int, offset: int) -> str:
+def text_at(file: int, offset: int) -> bytes:
     """Return the text at an offset of the file; empty where nothing was written."""
-    return os.pread(file, _MOST_BYTES, offset).partition(b"\0")[0].decode(errors="replace")
+    return os.pread(file, _MOST_BYTES, offset).partition(b"\0")[0]
 
 
 def read_settings(file: int) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def read_settings(file: int) -> dict[str, Any]:
 
 def read_facts(file: int, local_rank: int) -> Facts | None:
     """Return the facts about a rank; None if it has not written them yet."""
-    line, end, _ = text_at(file, (local_rank + 1) * PART + FACTS).partition("\n")
+    line, end, _ = text_at(file, (local_rank + 1) * PART + FACTS).partition(b"\n")
     return Facts(**json.loads(line)) if end else None
 
 

@@ -9,11 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.cluster import proc
-from hpctrain.monitoring.watchdog import shared_memory
+from hpctrain.monitoring.watchdog import evidence, shared_memory
 from hpctrain.monitoring.watchdog.blame import Sighting
+from hpctrain.monitoring.watchdog.limits import Limits
 from hpctrain.process.phases import CLOSED, IDLE
 
 __all__ = ["SIGNAL", "WatchedRank", "dump_collectives", "write_stacks"]
@@ -24,6 +25,8 @@ SIGNAL = signal.SIGRTMIN + 10
 _SECONDS_TO_WRITE = 2.0
 _SECONDS_TO_DUMP = 4.0  # torch looks at the FIFO about once a second
 _SECONDS_BETWEEN_LOOKS = 0.005
+_SAMPLES = 6  # per limit, in its second half
+_SECONDS_BETWEEN_ASKS = 0.3
 
 
 @dataclass(slots=True)
@@ -34,34 +37,67 @@ class WatchedRank:
         facts: identity of the rank.
         file: descriptor of the shared memory.
         start: offset of the rank's part in it.
+        limits: learnt time-outs of the host.
         state: state letter of the process in proc(5); empty if the process has ended.
-        step, phase, heartbeat: contents of the shared memory, as last seen.
+        step, phase, heartbeat, count: contents of the shared memory, as last seen.
         silence: seconds without a heartbeat, in which the process could have sent one.
+        limit, slowest: result of `Limits.of`.
+        still: result of `evidence.verdict`.
     """
 
     facts: shared_memory.Facts
     file: int
     start: int
+    limits: Limits
     state: str = "R"
     step: int = 0
     phase: int = IDLE
     heartbeat: int = 0
+    count: int = 0
     silence: float = 0.0
+    limit: float = 0.0
+    slowest: float | None = None
+    still: str = ""
+    _sample: evidence.Sample | None = None
+    _due: float = 0.0  # silence at which the next sample is taken
+    _asked: float = 0.0  # when the rank was last asked for its stacks
+    _text: int = field(init=False)  # offset of the stacks that it then writes
+
+    def __post_init__(self) -> None:
+        self._text = self.start + shared_memory.STACK
 
     def look(self, now: float, elapsed: float) -> None:
         """Update the observation, `elapsed` seconds after the previous one."""
-        before, last = self.state, self.heartbeat
-        self.step, self.phase, self.heartbeat = shared_memory.PLACE.unpack(
+        before, phase, last, count = self.state, self.phase, self.heartbeat, self.count
+        self.step, self.phase, self.heartbeat, self.count = shared_memory.PLACE.unpack(
             os.pread(self.file, shared_memory.PLACE.size, self.start)
         )
         self.state = self.process_state()
         # Count only time in which this process was running: the whole job may be suspended.
         if self.heartbeat != last:
+            if before not in ("T", "t"):
+                self.limits.learn(phase, count, self.silence + elapsed)
+            self.still, self._sample, self._due = "", None, 0.0
             self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
         else:
             self.silence += elapsed
         if before == "T" != self.state:
             self.silence = 0.0
+        self.limit, self.slowest = self.limits.of(self.phase, self.count)
+        if self.counts and self.silence >= max(self.limit / 2, self._due):
+            self._examine()
+
+    def _examine(self) -> None:
+        """Compare what the rank does with the sample before, and ask for the next stack."""
+        self._due = self.silence + max(self.limit, self.silence) / _SAMPLES
+        before = self._sample
+        try:
+            self._sample = evidence.take(self.facts.pid, self.stack())
+        except OSError:  # the process has just ended
+            return
+        self.still = evidence.verdict(before, self._sample) if before else ""
+        if not self._sample.stopped:
+            self.ask()
 
     @property
     def inside(self) -> bool:
@@ -89,9 +125,17 @@ class WatchedRank:
             except OSError:  # the process has just ended
                 return
 
+    def ask(self) -> None:
+        """Ask the rank for its stacks, unless it was asked a moment ago."""
+        now = time.monotonic()
+        if now - self._asked >= _SECONDS_BETWEEN_ASKS:
+            self._asked = now
+            self._text += len(shared_memory.text_at(self.file, self._text))
+            self.send(SIGNAL)
+
     def stack(self) -> str:
-        """Return the stacks that the rank has written."""
-        return shared_memory.text_at(self.file, self.start + shared_memory.STACK)
+        """Return the stacks that the rank has written since it was last asked."""
+        return shared_memory.text_at(self.file, self._text).decode(errors="replace")
 
     def sighting(self, host: str) -> Sighting:
         """Return the observation of this rank, for the other helpers."""
@@ -105,6 +149,10 @@ class WatchedRank:
             self.facts.pid,
             self.state,
             function if function != "0" else "",
+            self.limit,
+            self.slowest,
+            self.still,
+            self._sample.frame if self._sample else "",
         )
 
 
@@ -113,11 +161,11 @@ def write_stacks(ranks: Sequence[WatchedRank]) -> None:
     stopped = [rank for rank in ranks if rank.process_state() == "T"]
     running = [rank for rank in ranks if rank not in stopped]
     for rank in running:
-        rank.send(SIGNAL)
+        rank.ask()
     _await_files(lambda: [len(one.stack()) for one in running if one.process_state()])
     # A stopped process writes no stack, so it continues for the few milliseconds of the write.
     for rank in stopped:
-        rank.send(SIGNAL)
+        rank.ask()
         rank.send(signal.SIGCONT)
     _await_files(lambda: [len(one.stack()) for one in stopped if one.process_state()])
     for rank in stopped:

@@ -16,7 +16,7 @@ _NAMES = (
     *env_vars.WORLD,
     env_vars.LAUNCHER, env_vars.HOSTNAME, env_vars.INTERFACE,
     env_vars.MAIN_ADDRESS, env_vars.MAIN_PORT,
-    env_vars.RUN_DIR, env_vars.DATA, env_vars.CACHE,
+    env_vars.RUN_DIR, env_vars.DATA, env_vars.CACHE, env_vars.LEAST_TIMEOUT,
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
     "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "MKL_NUM_THREADS",
