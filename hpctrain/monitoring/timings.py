@@ -15,7 +15,7 @@ from hpctrain.backends.base import Backend, Work
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import ACCUMULATING, AGREEING, BACKWARD, COMPUTING, LOADING
+from hpctrain.process.phases import ACCUMULATING, BACKWARD, COMPUTING, LOADING, STEP
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["Clock", "DeviceClock", "Timings"]
@@ -26,8 +26,6 @@ _SECONDS_BETWEEN_LINES = 30.0
 _LEAST_SECONDS = 10.0
 # Forward passes per interval that are timed on a GPU; their median counts.
 _SAMPLES = 8
-
-_STEP = slice(LOADING, AGREEING + 1)  # phases that make up a step
 
 # By kind of slowness: what the rank does, and where to look for the cause.
 _ADVICE = {
@@ -159,7 +157,7 @@ class Timings:
 
     def step(self) -> None:
         """Record the end of a step."""
-        ended = sum(self._seconds[_STEP])
+        ended = sum(self._seconds[STEP])
         self._step_seconds.append(ended - self._ended)
         self._ended = ended
         if self._first:

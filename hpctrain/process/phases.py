@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["PHASES", "Phase"]
+__all__ = ["PHASES", "STEP", "Phase"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ AGREEING = 6
 EVALUATING = 7
 SAVING = 8
 WAITING = 9
+
+STEP = slice(LOADING, AGREEING + 1)  # phases that make up a step
 
 PHASES = {
     CLOSED: Phase("has left the run", False),
