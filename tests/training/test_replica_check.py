@@ -154,6 +154,7 @@ def test_flipped_bit_on_one_of_two_ranks_is_found_and_no_rank_blamed(evidence):
     assert RunDirectory("run").steps() == [5]
 
 
+@pytest.mark.slow
 def test_flipped_bit_on_rank_0_is_its_own_fault(evidence):
     results = ranks.run(3, partial(train, flips=(0,)), weight, env=evidence)
     message = check_culprit(results, [0])
@@ -199,6 +200,7 @@ def train_elastic(steps):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_elastic_run_with_other_numbers_of_ranks_passes_the_check():
     assert ranks.values(ranks.run(2, train_elastic, 5)) == [5] * 2
     assert ranks.values(ranks.run(3, train_elastic, 10)) == [10] * 3
