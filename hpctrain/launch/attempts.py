@@ -257,9 +257,7 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
     if recorded is not None and recorded[0] == exit_codes.STOPPED:
         return
     where = f" on {first.host}" if first.host else ""
-    # Where all failed because of another one, this is only the first of those that are known.
-    ended = "ended" if first.caused_by_other_rank else "failed first"
-    write_stderr(f"hpctrain: rank {first.rank}{where} {ended}, {first.brief}\n")
+    write_stderr(f"hpctrain: rank {first.rank}{where} {first.verdict}\n")
 
 
 def _without(lost: Sequence[str]) -> str:
