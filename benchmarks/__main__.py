@@ -74,6 +74,7 @@ BENCHMARKS = {
     "step_overhead": Benchmark("--rounds 4"),
     "allreduce": Benchmark("--rounds 4 --seconds 2"),
     "evaluation": Benchmark("--rounds 4"),
+    "replica_check": Benchmark("--rounds 2 --steps 4"),
     "input": Benchmark("--rounds 2 --images 24"),
     "checkpoint": Benchmark("--rounds 2 --megabytes 100"),
     "memory_checkpoint": Benchmark("--rounds 2 --megabytes 20"),

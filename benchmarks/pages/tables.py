@@ -207,6 +207,7 @@ _BENCHMARKS = (
     "first_allreduce",
     "allreduce",
     "evaluation",
+    "replica_check",
     "input",
     "imagenet",
     "precision",

@@ -148,6 +148,15 @@ class Options:
         COUNT,
         metavar="STEPS",
     )
+    check_replicas_every: int | None = option(
+        "--check-replicas-every",
+        None,
+        "steps between two comparisons of weights and optimizer states between the ranks, besides "
+        "those at checkpoints; 0 for none (default: a distance at which they take at most half a "
+        "percent of the time)",
+        FROM_ZERO,
+        metavar="STEPS",
+    )
     global_batch: int | None = option(
         "--global-batch",
         None,

@@ -19,6 +19,7 @@ __all__ = [
     "RankLostError",
     "RankMissingError",
     "ReplacedError",
+    "ReplicaError",
     "StartError",
     "UsageError",
     "repeated",
@@ -120,6 +121,13 @@ class RankLostError(HpctrainError):
 
 class NonFiniteError(HpctrainError):
     """A loss, a gradient or a weight that is not finite, so that training cannot continue."""
+
+
+class ReplicaError(HpctrainError):
+    """Weights or optimizer states that have become different on some ranks."""
+
+    #: Whether this rank is known to be one of those that differ from the others.
+    at_fault = False
 
 
 class DataError(HpctrainError):

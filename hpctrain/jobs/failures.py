@@ -17,7 +17,7 @@ FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIV
 # The last line of `hpctrain run`, or an error of hpctrain, with the rank's number before it.
 _VERDICT = re.compile(
     r"(?:[0-9]+: )?hpctrain: (?:error: (.+)|(given up: .+)"
-    r"|(rank [0-9]+ .*failed first, .+?)(?:\. Its last lines:)?\Z)"
+    r"|(rank [0-9]+ .*(?:failed first|ended), .+?)(?:\. Its last lines:)?\Z)"
 )
 # Lines that Slurm adds when the ranks have ended.
 _OF_SLURM = ("srun: ", "slurmstepd")

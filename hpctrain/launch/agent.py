@@ -111,6 +111,14 @@ class FirstFailure:
     code: int
     error: str = ""
 
+    @property
+    def verdict(self) -> str:
+        """How it failed, for the last line of a start.
+
+        If another rank was the cause of all known failures, none of them is said to be the first.
+        """
+        return f"{'ended' if self.caused_by_other_rank else 'failed first'}, {self.brief}"
+
 
 @dataclass(frozen=True, slots=True)
 class End:

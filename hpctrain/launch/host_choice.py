@@ -10,7 +10,9 @@ from hpctrain.rundir import host_ledger
 
 __all__ = ["HostChoice"]
 
-_WRONG_NUMBERS = "HT318"  # found by the first computation of a rank
+# Errors of a rank of which its host is the cause.
+_WRONG_NUMBERS = "HT318"
+_OTHER_WEIGHTS = "HT623"
 
 
 class HostChoice:
@@ -56,6 +58,8 @@ class HostChoice:
         if end.first is not None and end.first.error == _WRONG_NUMBERS:
             unfit.add(end.first.host)
         self._unfit |= unfit
+        if end.first is not None and end.first.error == _OTHER_WEIGHTS:
+            self._note({end.first.host}, host_ledger.UNLIKE)
         gone = self._silent | self._unfit
         usable = [host for host in self._hosts.present(launch) if host not in gone]
         self.lost = [host for host in self.used if host not in usable]

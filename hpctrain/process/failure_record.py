@@ -23,7 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
-from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, exit_codes
+from hpctrain.errors import (
+    HpctrainError,
+    RankLostError,
+    RankMissingError,
+    ReplicaError,
+    exit_codes,
+)
 
 __all__ = [
     "Failure",
@@ -81,6 +87,8 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
     caused_by_other_rank = isinstance(error, (RankLostError, RankMissingError)) or (
         isinstance(error, HpctrainError) and error.reported_by_rank_0
     )
+    if isinstance(error, ReplicaError):  # rank 0 reports it, and another rank may be the cause
+        caused_by_other_rank = not error.at_fault
     description, code, text = f"{type(error).__name__}: {error}", exit_codes.FAILED, ""
     name = ""
     if isinstance(error, HpctrainError):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["PHASES", "Phase"]
+__all__ = ["PHASES", "STEP", "Phase"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ SAVING = 6
 WAITING = 7
 BACKWARD = 8
 UPDATING = 9
+
+STEP = slice(LOADING, AGREEING + 1)  # phases that make up a step
 
 PHASES = {
     CLOSED: Phase("has left the run", False),

@@ -15,7 +15,7 @@ from hpctrain.rundir.lock import Lock
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
-from hpctrain.training.replica_check import refuse_unlike_weights
+from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.state import Position, gather, refuse_nonfinite
 
 __all__ = ["CheckpointManager"]
@@ -30,6 +30,7 @@ class CheckpointManager:
 
     Args:
         context: context of the training.
+        replicas: check that all ranks have the same state.
         others: objects that the user added to the state, by name.
         directory: run directory.
         lock: lock on the run directory at rank 0; None on the other ranks.
@@ -45,6 +46,7 @@ class CheckpointManager:
     def __init__(
         self,
         context: Context,
+        replicas: ReplicaCheck,
         others: Mapping[str, Any],
         directory: RunDirectory,
         lock: Lock | None,
@@ -55,6 +57,7 @@ class CheckpointManager:
         self._memory = memory
         self.memory_every = 0 if memory is None else context.options.memory_checkpoint_every
         self._context, self._others, self._facts = context, others, facts
+        self._replicas = replicas
         self.saved = saved
         self._first = saved
         self._taken: list[Position] = []  # positions saved since then, the newest last
@@ -141,13 +144,14 @@ class CheckpointManager:
 
         Raises:
             NonFiniteError: the weights are no longer finite.
-            UsageError: the ranks do not have the same weights, or a state holds a value that cannot
+            UsageError: the ranks never had the same weights, or a state holds a value that cannot
                 be loaded again.
+            ReplicaError: the ranks do not have the same weights any more.
         """
         context = self._context
         refuse_nonfinite(context, position.step)
-        refuse_unlike_weights(context, position.step)
         with nullcontext() if context.ema is None else context.ema.original():
+            self._replicas.compare(position.step)
             state = gather(context, self._others, position, log, self._memory is not None)
 
             def write() -> None:

@@ -48,21 +48,27 @@ class Consensus:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._steps = 1  # steps from one sum to the next
-        self._left = 1  # steps until the next sum
-        self._sum: tuple[list[str], str, Work] | None = None  # the sum under way
+        self._passed = 0  # steps since the last sum began
+        # Names, text and number of steps of the sum under way.
+        self._sum: tuple[list[str], str, int, Work] | None = None
         self._begun = time.monotonic()
         self.received = 0
 
-    def due(self) -> bool:
-        """Count a step, and return whether `step` is due now; called by all ranks."""
-        self._left -= 1
-        return not self._left
+    def due(self, early: bool) -> bool:
+        """Count a step, and return whether `step` is due now; called by all ranks.
 
-    def step(self, values: Mapping[str, float], doing: str) -> Mapping[str, float] | None:
+        Args:
+            early: whether it is due in any case; the same on all ranks.
+        """
+        self._passed += 1
+        return early or self._passed >= self._steps
+
+    def step(self, values: Mapping[str, Any], doing: str) -> Mapping[str, float] | None:
         """Return the sum that began when this was last due, or None, and begin the next one.
 
         Args:
-            values: values of this rank by name; the same names in the same order on all ranks.
+            values: values of this rank by name, as `Backend.sum_async` takes them; the same names
+                in the same order on all ranks.
             doing: what this rank does, for error messages; the same text on all ranks, unless they
                 do different things.
         """
@@ -70,13 +76,14 @@ class Consensus:
         sums = self._read()
         self._begin(values, doing)
         # A single rank reads its sum at once, unless a GPU still has to compute it.
-        if sums is None and self._backend.world_size == 1 and self._sum and self._sum[2].ready():
+        if sums is None and self._backend.world_size == 1 and self._sum and self._sum[-1].ready():
             sums = self._read()
-        self._left = self._steps
         return sums
 
     def now(self, values: Mapping[str, float], doing: str) -> Mapping[str, float]:
         """Wait for all ranks; return the current sums plus those that were not read yet.
+
+        A name that only one of them has is there, too.
 
         Args:
             values, doing: as for `step`.
@@ -85,25 +92,26 @@ class Consensus:
         before = self._read() or {}
         self._begin(values, doing)
         sums = self._read() or {}
-        self._left = self._steps
-        return {name: value + before.get(name, 0.0) for name, value in sums.items()}
+        return {**before, **{name: value + before.get(name, 0.0) for name, value in sums.items()}}
 
-    def _begin(self, values: Mapping[str, float], doing: str) -> None:
+    def _begin(self, values: Mapping[str, Any], doing: str) -> None:
         now = time.monotonic()
         number = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=2).digest(), "big")
         numbers = [*values.values(), number, number * number, now - self._begun]
-        self._sum, self._begun = (list(values), doing, self._backend.sum_async(numbers)), now
+        work = self._backend.sum_async(numbers)
+        self._sum, self._begun = (list(values), doing, max(1, self._passed), work), now
+        self._passed = 0
 
     def _read(self) -> dict[str, float] | None:
         if self._sum is None:
             return None
-        names, doing, sums = self._sum
+        names, doing, steps, sums = self._sum
         self._sum = None
         self.received += 1
         *values, total, squares, seconds = sums.values()
         if total * total != squares * self._backend.world_size:
             compare(self._backend, doing)
-        a_step = seconds / self._backend.world_size / self._steps
+        a_step = seconds / self._backend.world_size / steps
         wanted = int(_SECONDS_BETWEEN_SUMS / a_step) if a_step > 0 else _MOST_STEPS
         self._steps = max(1, min(wanted, 2 * self._steps, _MOST_STEPS))
         return dict(zip(names, values, strict=True))

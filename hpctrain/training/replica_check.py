@@ -1,58 +1,268 @@
-"""Replica check: averaged gradients have to give all ranks the same weights."""
+"""Replica check: weights and optimizer states have the same bits on all ranks.
 
-from collections.abc import Iterator
+Averaged gradients keep them equal. They differ if the script moves them on one rank alone, which
+shows in the first steps, or after a fault of the hardware that no part of it has reported.
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.cluster.texts import ranks_text
-from hpctrain.errors import UsageError
+from hpctrain.errors import ReplicaError, UsageError
+from hpctrain.process.phases import STEP
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 
-__all__ = ["refuse_unlike_weights"]
+__all__ = ["ReplicaCheck"]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Share of the time of the steps that the digests may take, if the option sets no distance.
+_SHARE = 0.005
+# The first steps take longer than others, so the distance does not follow from them.
+_WARM_UP = 8
+# Tensors of one size with at most so many elements are copied together, for fewer kernels.
+_SMALL = 2**14
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# Names of the values in the consensus: four parts of the digest, their squares, and times.
+_VALUES = [f"replicas {number}" for number in range(10)]
 
 
-def refuse_unlike_weights(context: Context, step: int) -> None:
-    """Compare weights and optimizer states between the ranks; called by all of them.
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sum of the bits of each tensor of this rank at the end of a step.
 
-    For each tensor, the ranks compare the sum of its bits, read as whole numbers. This reads all
-    tensors once, and exchanges 8 bytes per tensor.
+    Attributes:
+        step: number of steps done.
+        order: number of each sum's tensor, in the order of `_tensors`.
+        by_device: sums on each device, of type int32.
+    """
+
+    step: int
+    order: Sequence[int]
+    by_device: Sequence[Tensor]
+
+
+class ReplicaCheck:
+    """Comparison of weights and optimizer states between the ranks of a run.
+
+    `compare` waits for all ranks. Between its calls, a digest of 64 bits joins the consensus of the
+    ranks about their next steps: no step waits for it, and all ranks read the result at the same
+    step. Any flipped bit changes the digest, and so do any two in different tensors.
 
     Args:
         context: context of the training.
-        step: step of the run, for the error message.
+        seconds: total seconds of each phase of the loop; the watchdog counts them.
+        step: number of steps done.
+        resumed: whether the run goes on from a checkpoint, at which the ranks had the same state.
 
-    Raises:
-        UsageError: they differ, so no result of the training can be trusted.
+    Attributes:
+        due: step from which on the next digest joins the consensus.
+        forced: step at which there has to be a consensus for it; `sys.maxsize` if there is none.
     """
-    if context.backend.world_size == 1:
-        return
-    named = list(_tensors(context))
-    # One tensor of sums per device, so that the host waits for a GPU only once.
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for _, tensor in named:
-        by_device.setdefault(tensor.device, []).append(_bits(tensor))
-    numbers = [iter(torch.stack(bits).tolist()) for bits in by_device.values()]
-    at = dict(zip(by_device, numbers, strict=True))
-    seen = context.backend.gather_object([next(at[tensor.device]) for _, tensor in named])
 
-    def compare() -> None:
-        unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
-        if not unlike:
+    def __init__(
+        self, context: Context, seconds: Sequence[float], step: int, resumed: bool
+    ) -> None:
+        self._context, self._seconds = context, seconds
+        self._agreed = step if resumed else None  # newest step with the same state on all ranks
+        self._every = context.options.check_replicas_every
+        self._taken: deque[_Sums] = deque()  # those whose digest is in a sum under way
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.due = self.forced = sys.maxsize
+        if context.backend.world_size > 1:
+            self._plan(step, _WARM_UP)
+        self._begin_interval(step)
+
+    def compare(self, step: int) -> None:
+        """Compare the ranks now; called by all of them, which wait for each other.
+
+        This reads all tensors once, and exchanges 4 bytes per tensor.
+
+        Args:
+            step: number of steps done.
+
+        Raises:
+            UsageError: they differ, and have not been equal since the run began.
+            ReplicaError: they differ now.
+        """
+        if self._context.backend.world_size == 1:
             return
-        other = seen[unlike[0]]
-        if len(other) == len(seen[0]):
-            first = next(n for n, (a, b) in enumerate(zip(other, seen[0], strict=True)) if a != b)
-            what = f"first in {named[first][0]}"
-        else:
-            what = f"{len(other)} tensors there, {len(seen[0])} at rank 0"
-        raise UsageError(
+        self._refuse_unlike(self._sums(step))
+        self._agreed = step
+        self._begin_interval(step)
+
+    def values(self, step: int) -> dict[str, Any]:
+        """Return the values of the digest for the consensus that begins now, if it is due.
+
+        Args:
+            step: number of steps done.
+
+        Returns:
+            Values by name, empty if no digest is due. On a GPU they stay there.
+        """
+        if step < self.due:
+            return {}
+        begun = time.perf_counter()
+        seconds = [self._seconds_of_device()]
+        sums = self._sums(step)
+        parts = _digest(sums.by_device).to(torch.float64)
+        numbers = torch.cat([parts, parts.square()])
+        values = numbers.tolist() if numbers.device.type == "cpu" else numbers.unbind()
+        if self._events is not None:
+            self._events[1].record()
+        self._taken.append(sums)
+        seconds.append(time.perf_counter() - begun)
+        a_step = (self._seconds_of_steps() - self._begun) / max(1, step - self._first)
+        self._begin_interval(step)
+        self._plan(step, sys.maxsize)
+        return dict(zip(_VALUES, [*values, max(seconds), a_step], strict=True))
+
+    def judge(self, sums: Mapping[str, float]) -> None:
+        """Act on the consensus, in the same way on all ranks.
+
+        Args:
+            sums: sums over the ranks; they have the values of a digest if one was due.
+
+        Raises:
+            ReplicaError: the ranks had different states when this consensus began.
+        """
+        if _VALUES[0] not in sums:
+            return
+        taken = self._taken.popleft()
+        *numbers, cost, a_step = (sums[name] for name in _VALUES)
+        # By Cauchy and Schwarz, as in `Consensus`, here in whole numbers of any size.
+        size, half = self._context.backend.world_size, len(numbers) // 2
+        pairs = zip(map(int, numbers[:half]), map(int, numbers[half:]), strict=True)
+        if any(total * total != squares * size for total, squares in pairs):
+            self._refuse_unlike(taken)
+        self._agreed = taken.step
+        if self._every is None:
+            self._plan(taken.step, math.ceil(cost / (_SHARE * a_step)) if a_step > 0 else _WARM_UP)
+
+    def _plan(self, step: int, distance: int) -> None:
+        """Set the step of the next digest: by the option, or at a distance if it is not given."""
+        if self._every is None:
+            self.due = step + max(1, distance)
+        elif self._every:
+            self.due = self.forced = step - step % self._every + self._every
+
+    def _begin_interval(self, step: int) -> None:
+        self._begun, self._first = self._seconds_of_steps(), step
+
+    def _seconds_of_steps(self) -> float:
+        return sum(self._seconds[STEP])
+
+    def _seconds_of_device(self) -> float:
+        """Return the seconds that the last digest took on a GPU, and begin to measure this one."""
+        if self._context.device.type != "cuda":
+            return 0.0
+        last, begin = self._events, torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._events = begin, torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        if last is None or not last[1].query():  # type: ignore[no-untyped-call]
+            return 0.0
+        return float(last[0].elapsed_time(last[1])) / 1000
+
+    @torch.no_grad()
+    def _sums(self, step: int) -> _Sums:
+        """Return the sum of the bits of each tensor.
+
+        Sums are whole numbers of 32 bits, which wrap around. So they need no copy of a tensor in a
+        wider type, and a flipped bit always changes the sum.
+        """
+        devices: dict[torch.device, dict[tuple[int, ...], list[tuple[int, Tensor]]]] = {}
+        for number, (_, tensor) in enumerate(_tensors(self._context)):
+            bits, size = _bits(tensor), tensor.numel()
+            # A large tensor has a group of its own.
+            kind = (bits.element_size(), bits.numel(), number if size > _SMALL else -1)
+            devices.setdefault(tensor.device, {}).setdefault(kind, []).append((number, bits))
+        order: list[int] = []
+        by_device = []
+        for groups in devices.values():
+            sums = []
+            for group in groups.values():
+                numbers, tensors = zip(*group, strict=True)
+                order += numbers
+                if len(group) == 1:
+                    sums.append(tensors[0].sum(dtype=torch.int32).reshape(1))
+                else:
+                    rows = torch.stack([bits.reshape(-1) for bits in tensors])
+                    sums.append(rows.sum(1, dtype=torch.int32))
+            by_device.append(torch.cat(sums))
+        return _Sums(step, order, by_device)
+
+    def _refuse_unlike(self, sums: _Sums) -> None:
+        """Exchange the sums of all tensors; raise the error of `compare` if they differ."""
+        context = self._context
+        own = [number for tensor in sums.by_device for number in tensor.tolist()]
+        seen = context.backend.gather_object(own)
+        found = on_rank_zero(context.backend, lambda: self._find_unlike(sums, seen))
+        if found is None:
+            return
+        unlike, what = found
+        error = ReplicaError(
+            "HT623",
+            f"after step {sums.step} {what}",
+            f"the same bits on all ranks, as after step {self._agreed}",
+            "go on from the newest checkpoint: in a job hpctrain run does it by itself, elsewhere "
+            "--resume",
+            "look for faults of the host's memory or GPU: hpctrain doctor, dmesg, nvidia-smi -q -d "
+            "ECC,ROW_REMAPPER; leave the host out if it happens again",
+        )
+        error.reported_by_rank_0 = context.world.rank > 0
+        error.at_fault = context.world.rank in unlike
+        raise error
+
+    def _find_unlike(
+        self, sums: _Sums, seen: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[int], str] | None:
+        """Return the ranks that differ from most others, and a text; None if none differs.
+
+        Args:
+            sums: sums of rank 0.
+            seen: sums of each rank.
+
+        Returns:
+            No ranks if there are as many of another kind: then it is not known who is wrong.
+
+        Raises:
+            UsageError: the ranks differ, and were never equal.
+        """
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank, one in enumerate(seen):
+            alike.setdefault(tuple(one), []).append(rank)
+        if len(alike) == 1:
+            return None
+        if self._agreed is None:
+            raise self._wrong_use(sums, seen)
+        (some, most), (others, _), *_ = sorted(alike.items(), key=lambda one: -len(one[1]))
+        first = self._first_unlike(sums, some, others)
+        hosts = self._context.roster.host_names
+        if sum(len(those) == len(most) for those in alike.values()) > 1:
+            everyone = ranks_text(range(len(seen)), hosts)
+            return [], (
+                f"{everyone} do not have the same weights any more: {first}; it is not known "
+                "which of them is wrong"
+            )
+        unlike = [rank for rank in range(len(seen)) if rank not in most]
+        have = "has" if len(unlike) == 1 else "have"
+        return unlike, (
+            f"{ranks_text(unlike, hosts)} {have} other weights than the other ranks: {first}"
+        )
+
+    def _wrong_use(self, sums: _Sums, seen: Sequence[Sequence[int]]) -> UsageError:
+        unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
+        return UsageError(
             "HT612",
-            f"after step {step} {ranks_text(unlike)} and rank 0 do not have the same weights: "
-            f"{what}",
+            f"after step {sums.step} {ranks_text(unlike)} and rank 0 do not have the same weights: "
+            f"{self._first_unlike(sums, seen[0], seen[unlike[0]])}",
             "that every gradient is averaged over the ranks, and that nothing else moves the "
             "weights",
             "session.step(loss) for the backward pass",
@@ -60,7 +270,14 @@ def refuse_unlike_weights(context: Context, step: int) -> None:
             "the same seed and the same steps on all ranks; docs/pitfalls.md has more",
         )
 
-    on_rank_zero(context.backend, compare)
+    def _first_unlike(self, sums: _Sums, some: Sequence[int], others: Sequence[int]) -> str:
+        """Describe the first tensor in which two ranks differ."""
+        if len(some) != len(others):
+            return f"{len(others)} tensors there, {len(some)} at the others"
+        pairs = zip(sums.order, some, others, strict=True)
+        first = min(number for number, a, b in pairs if a != b)
+        names = [name for name, _ in _tensors(self._context)]
+        return f"first in {names[first]}" if first < len(names) else "in a tensor that is gone"
 
 
 def _tensors(context: Context) -> Iterator[tuple[str, Tensor]]:
@@ -78,14 +295,41 @@ def _tensors(context: Context) -> Iterator[tuple[str, Tensor]]:
                 if isinstance(value, Tensor):
                     where = names.get(id(key), "a parameter")
                     yield f"{name} of {type(optimizer).__name__} for {where}", value.detach()
+    if context.ema is not None:
+        for number, averages in enumerate(context.ema.state_dict()["averages"]):
+            model_name = f"model {number}, " if len(context.models) > 1 else ""
+            for name, average in averages.items():
+                yield f"the average of {model_name}{name}", average
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as whole numbers, of shape ()."""
+    """Return a tensor as whole numbers of at most 32 bits, without a copy of a dense one."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype == torch.bool:
         tensor = tensor.to(torch.uint8)
-    return tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    if tensor.element_size() > 4:
+        # In numbers of 64 bits, two flips of the highest bit would cancel whatever their weights.
+        return tensor.reshape(-1).view(torch.int32)
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+@torch.no_grad()
+def _digest(by_device: Sequence[Tensor]) -> Tensor:
+    """Return a digest of 64 bits as four whole numbers, on a GPU if a sum is there.
+
+    It is the sum of all numbers, each times a weight, modulo 2**64. The weights are odd, so that no
+    change of a number is lost. They are cubes of different numbers, so that equal changes of two
+    numbers do not cancel.
+    """
+    total: Tensor | int = 0
+    begin = 1
+    for sums in sorted(by_device, key=lambda one: one.device.type != "cpu"):
+        end = begin + 2 * len(sums)
+        odd = torch.arange(begin, end, 2, dtype=torch.int64, device=sums.device)
+        part, begin = (sums * odd * odd * odd).sum(), end
+        total = part + int(total)  # what is on the CPU reaches a GPU as a number, without a wait
+    assert isinstance(total, Tensor)
+    return total.reshape(1).view(torch.int16)

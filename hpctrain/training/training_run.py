@@ -36,7 +36,7 @@ from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import REASONS, Stopped
-from hpctrain.training.replica_check import refuse_unlike_weights
+from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.state import (
     LaterGroups,
     Position,
@@ -139,9 +139,17 @@ class Run:
             self._go_on(resumed)
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
+        self._replicas = ReplicaCheck(context, watchdog.seconds, self.step, resumed is not None)
         on_disk = resumed.on_disk if resumed else None
         self._checkpoints = CheckpointManager(
-            context, self._state, self.directory, journal.lock, facts, on_disk, memory
+            context,
+            self._replicas,
+            self._state,
+            self.directory,
+            journal.lock,
+            facts,
+            on_disk,
+            memory,
         )
         if resumed is not None and resumed.log is not None:
             self._metrics.load_state_dict(resumed.log)
@@ -479,9 +487,11 @@ class Run:
         if self.step % context.options.log_every == 0:
             self._end_row()
         overdue = False
-        if self._consensus.due():
+        replicas = self._replicas
+        if self._consensus.due(self.step >= replicas.forced):
             self._events.phase(AGREEING)
-            sums = self._consensus.step(self._values(), self._doing())
+            values = {**self._values(), **replicas.values(self.step)}
+            sums = self._consensus.step(values, self._doing())
             overdue = sums is not None and self._act_on(sums)
         if overdue or saving.due(self.step):
             self.save()
@@ -490,7 +500,7 @@ class Run:
         if self._compares:
             self._compares -= 1
             self._events.phase(UPDATING)  # here the ranks wait for each other
-            refuse_unlike_weights(context, self.step)
+            replicas.compare(self.step)
         if self._stop is not None:
             self._stop_here()
 
@@ -540,9 +550,11 @@ class Run:
 
         Raises:
             NonFiniteError: too many steps in a row had no finite numbers.
+            ReplicaError: the ranks do not have the same weights any more.
         """
         for _ in range(self._consensus.received):
             self._metrics.accept()
+        self._replicas.judge(sums)
         if sums[_NOT_FINITE]:
             refuse_streak(self._context, sums[_NOT_FINITE], self.step, self._saves.saved)
         if sums[_NOT_WRITTEN]:
@@ -621,6 +633,7 @@ class Run:
         Raises:
             UsageError: a step is under way, so weights and position would not match.
             NonFiniteError: the weights are no longer finite; the earlier checkpoints are kept.
+            ReplicaError: the ranks do not have the same weights any more; the same.
         """
         if self.finished:
             return
@@ -758,7 +771,7 @@ class Run:
 # Names of runs without a script file: in an interpreter, with -c, from a pipe, in a notebook.
 _UNNAMED = {"": "run", "-c": "run", "-": "run", "ipykernel_launcher": "notebook"}
 
-# A mistake in the loop shows in the first steps; later, only checkpoints compare the weights.
+# A mistake in the loop shows in the first steps; later, ranks wait for this only to save.
 _FIRST_STEPS = 2
 
 # Names of the values that the ranks exchange besides the reasons to stop.

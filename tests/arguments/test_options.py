@@ -96,14 +96,15 @@ def test_every_option_reaches_its_field():
         "--ddp-powersgd-rank 2 --ddp-powersgd-start 5 --ddp-bucket-mb 1 --ddp-static-graph "
         "--no-ddp-gradient-as-bucket-view --horovod-op sum "
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
-        "--horovod-sparse-as-dense"
+        "--horovod-sparse-as-dense --check-replicas-every 7"
     )
     read = Options.of(options(recipe=True).parse_args(line.split()), {})
     assert read == Options(
         data="mnist", download=True, run_dir="there", resume=False, init_from="w.pt", elastic=True,
         init_skip="fc.*",
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
-        max_nonfinite=9, global_batch=96, batch_size=8, accumulate=3, epochs=2, max_steps=7, seed=5,
+        max_nonfinite=9, check_replicas_every=7, global_batch=96, batch_size=8, accumulate=3,
+        epochs=2, max_steps=7, seed=5,
         seed_everything=False, handle_signals=False, report_errors=False, deterministic=True,
         same_data=True, workers=4, lr=0.5, lr_scaling="linear", lr_reference_batch=32,
         lr_warmup_epochs=0.5, lr_schedule="step", lr_step_epochs=4, lr_step_factor=0.2,

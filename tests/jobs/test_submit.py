@@ -634,6 +634,11 @@ def test_wait_shows_first_failure_of_program_without_a_run(fake, capsys):
             "hpctrain: rank 2 on node3 failed first, with signal SIGKILL. Its last lines:\n  x\n",
             "rank 2 on node3 failed first, with signal SIGKILL",
         ),
+        (
+            "0: hpctrain: error: rank 0 lost another rank\n"
+            "hpctrain: rank 0 on node1 ended, with exit code 1: rank 0 lost another rank\n",
+            "rank 0 on node1 ended, with exit code 1: rank 0 lost another rank",
+        ),
         ("0: hpctrain: error: --lr x\n0:   fix:      train.py --help\n", "--lr x"),
         ("Traceback\nValueError: \x1b[2J\n\nsrun: error: task 0\n", r"ValueError: \x1b[2J"),
     ):

@@ -22,6 +22,7 @@ KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later b
        until the file RUN.release exists; copied=N: until all hosts have a copy of the state of
        step N in memory
        nan, overflow: a loss of NaN or infinity
+       flip: a flipped bit of a weight, only at PLACE N
 PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
        after it, and when the run has resumed; evalN: in the evaluation of epoch N; saveN: in the
        first save at step N or later
@@ -60,7 +61,12 @@ class Fault:
         text: of the option.
         args: of the script.
         rank: of this process.
+
+    Attributes:
+        flipped: the tensor of which `flip` changes a bit.
     """
+
+    flipped = None
 
     def __init__(self, text, args, rank):
         what, place = text.split("@")
@@ -114,6 +120,8 @@ class Fault:
             hosts = int(os.environ["HPCTRAIN_NUM_NODES"])
             while len(list(Path(os.environ["HPCTRAIN_MEMORY"]).glob(copy))) < hosts:
                 time.sleep(0.01)
+        elif name == "flip":
+            self.flipped.numpy().view("int32").flat[0] ^= 1  # unseen by autograd
         elif name == "gil":
             ctypes.PyDLL(None).sleep(int(self.seconds))
         return {"nan": float("nan"), "overflow": float("inf")}.get(name, 1.0)
@@ -321,6 +329,7 @@ def train(session, args, faults):
         "sgd": lambda: torch.optim.SGD(model.parameters(), args.lr, 0.9, weight_decay=1e-4),
     }
     model, optimizer = session.prepare(model, kinds[args.optimizer]())
+    Fault.flipped = next(model.parameters()).detach()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     counted = SampleCounter(faults)
     with session.run(state={"schedule": schedule, "counted": counted}, name="survivor") as run:

@@ -6,6 +6,7 @@ check the same on a GPU; this one needs none, and covers all that is equal for a
 """
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,10 +18,11 @@ from torch.utils.data import TensorDataset
 
 import hpctrain
 import hpctrain.process.device
-from hpctrain.backends.base import Work
+from hpctrain.backends.base import Work, vector
 from hpctrain.backends.single import Single
 from hpctrain.optim import LARS
 from hpctrain.training.evaluation import Classification
+from hpctrain.training.replica_check import ReplicaCheck
 
 META = torch.device("meta")
 LOG_EVERY = 2
@@ -100,6 +102,33 @@ def evaluate():
 
 def test_evaluation_does_not_sync_the_device():
     assert ranks.values(ranks.run(1, evaluate)) == [True]
+
+
+def take_digest():
+    """Return the digest of a model and its optimizer on the device, with counters on the CPU."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2000)).to(META)
+    optimizer = torch.optim.Adam(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        zeros = torch.zeros_like(parameter)
+        moments = {"exp_avg": zeros, "exp_avg_sq": zeros}
+        optimizer.state[parameter] = {"step": torch.tensor(float(number)), **moments}
+    context = SimpleNamespace(
+        options=SimpleNamespace(check_replicas_every=1),
+        backend=SimpleNamespace(world_size=3),
+        device=META,
+        precision=SimpleNamespace(master=lambda parameter: parameter),
+        models=[model],
+        optimizers=[optimizer],
+        ema=None,
+    )
+    check = ReplicaCheck(context, [0.0] * 10, 0, resumed=False)
+    with NoDeviceSync():
+        values = vector(list(check.values(1).values()), META)
+    return values.device.type, len(values)
+
+
+def test_digest_of_the_replicas_does_not_sync_the_device():
+    assert ranks.values(ranks.run(1, take_digest)) == [("meta", 10)]
 
 
 OPTIMIZERS = {

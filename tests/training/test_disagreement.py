@@ -110,18 +110,11 @@ def change_weights(opened, run, number, model, loss):
             model[4].bias.add_(1e-3)
 
 
-def change_weights_later(opened, run, number, model, loss):
-    if number == 7 and opened.world.rank == 2:
-        with torch.no_grad():
-            model[4].bias.add_(1e-3)
-
-
 @BACKENDS
-@pytest.mark.parametrize("body", [change_weights, change_weights_later], ids=lambda b: b.__name__)
-def test_ranks_with_other_weights_are_named_and_nothing_is_saved(run, body):
-    message = message_of_rank_0(run(3, loop, body))
-    step = 1 if body is change_weights else 12
-    assert f"after step {step} rank 2 and rank 0 do not have the same weights" in message
+def test_ranks_with_other_weights_are_named_and_nothing_is_saved(run):
+    """Ranks that were never equal have a mistake in their script."""
+    message = message_of_rank_0(run(3, loop, change_weights))
+    assert "after step 1 rank 2 and rank 0 do not have the same weights" in message
     assert "first in 4.bias" in message
     assert rundir.RunDirectory("run").steps() == []
 

@@ -70,7 +70,7 @@ def test_consensus_reads_each_value_once(single):
         return {"requests": float(requests.pop() if requests else 0)}
 
     def step():
-        return consensus.step(values(), "") if consensus.due() else None
+        return consensus.step(values(), "") if consensus.due(False) else None
 
     assert step() == {"requests": 0.0}
     requests.append(1)
@@ -102,7 +102,7 @@ def test_metrics_sums_are_read_one_row_later():
     consensus = Consensus(late)
     read = {}
     for step in range(20):
-        sums = consensus.step({"step": float(step)}, "") if consensus.due() else None
+        sums = consensus.step({"step": float(step)}, "") if consensus.due(False) else None
         if sums is not None:
             read[step] = sums["step"] / 2
     begins = [int(numbers[0]) for numbers in late.started]

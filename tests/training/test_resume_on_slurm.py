@@ -324,6 +324,24 @@ def test_killed_ranks_go_on_from_the_memory_of_their_hosts(cluster, check_finish
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [(), ("--direct",)], ids=["agents", "direct"])
+def test_flipped_bit_names_its_host_and_costs_no_requeue(cluster, check_finished, way):
+    """Flip a bit of a weight on one rank."""
+    script = ("--check-replicas-every", "2", "--fault=flip@11:rank2")
+    job = run_command(cluster, nodes=3, run=way, script=script)
+    assert job.ended() == ("COMPLETED", 0, 0), job.log
+    verdict = "rank 2 on node3 failed first, "
+    assert job.log.count(verdict) == 1
+    error = job.log.partition(verdict)[2].partition("\n")[0]
+    assert "after step 12 rank 2 on node3 has other weights than the other ranks: first in" in error
+    assert "attempt 2: 3 of 3 hosts; from step 10 on" in job.log
+    check_finished(job)
+    assert len(job.begins()) == 2
+    fault = json.loads(Path("runs/.hosts.jsonl").read_text())
+    assert (fault["host"], fault["kind"]) == ("node3", "unlike-weights")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
 @pytest.mark.parametrize("host", ["node1", "node3"])
 def test_lost_host_requeues_without_it(cluster, submit, check_finished, loss, host):
