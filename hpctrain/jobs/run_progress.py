@@ -13,6 +13,8 @@ from typing import Any
 
 from hpctrain import rundir
 from hpctrain.cluster import slurm
+from hpctrain.rundir import effective_time
+from hpctrain.rundir.effective_time import EffectiveTime
 
 __all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
 
@@ -40,6 +42,7 @@ class Progress:
         status: done, stopped, failed or given-up; empty if the run has not ended.
         step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
         reason: why the run ended, if that is recorded.
+        effective: where the time of the run went; None if that is not recorded.
     """
 
     path: Path
@@ -49,6 +52,7 @@ class Progress:
     loss: float | None = None
     speed: float | None = None
     reason: str = ""
+    effective: EffectiveTime | None = None
 
 
 def progress(path: Path) -> Progress | None:
@@ -69,7 +73,15 @@ def progress(path: Path) -> Progress | None:
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
         _text(summary.get("reason")),
+        _effective(directory),
     )
+
+
+def _effective(directory: rundir.RunDirectory) -> EffectiveTime | None:
+    try:
+        return effective_time.measure(directory)
+    except OSError:  # the run of another user
+        return None
 
 
 def _text(value: Any) -> str:

@@ -24,6 +24,7 @@ from hpctrain.process.phases import (
     WAITING,
 )
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.effective_time import Recorder
 from hpctrain.training import identity, prepare
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet
@@ -98,6 +99,7 @@ class Run:
         self._checkpoints: CheckpointManager | None = None
         self._watchdog: Watchdog | None = None
         self._monitor: Monitor | None = None
+        self._recorder: Recorder | None = None
         self._events = context.events
 
     def __enter__(self) -> Self:
@@ -133,6 +135,7 @@ class Run:
             self._go_on(resumed)
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
+        self._recorder = journal.recorder
         facts = identity.facts(self.directory, context.world)
         self._checkpoints = CheckpointManager(
             context, self._state, self.directory, journal.lock, facts, position
@@ -476,12 +479,17 @@ class Run:
             self._events.phase(AGREEING)
             sums = self._consensus.step(self._values(), self._doing())
             overdue = sums is not None and self._act_on(sums)
+            if self._recorder is not None:
+                self._recorder.step(self.step)
+        if self._compares:
+            self._events.phase(UPDATING)  # here the ranks wait for each other
+            if self._compares == _FIRST_STEPS and self._recorder is not None:
+                assert self._watchdog is not None
+                self._recorder.trained(sum(self._watchdog.seconds[COMPUTING : AGREEING + 1]))
+            self._compares -= 1
+            refuse_unlike_weights(context, self.step)
         if overdue or saving.due(self.step):
             self.save()
-        if self._compares:
-            self._compares -= 1
-            self._events.phase(UPDATING)  # here the ranks wait for each other
-            refuse_unlike_weights(context, self.step)
         if self._stop is not None:
             self._stop_here()
 
@@ -623,6 +631,8 @@ class Run:
         self._events.phase(SAVING)
         self._metrics.flush()
         self._saves.save(self._position(), self._metrics.at(self.step), self._metrics.state_dict())
+        if self._recorder is not None:
+            self._recorder.saved(self.step)
         self._events.phase(IDLE)
 
     def _position(self) -> Position:
@@ -705,6 +715,7 @@ class Run:
         Each part is closed even if the one before fails. The summary is written and the directory
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
+        date = time.time()
         self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)
@@ -714,7 +725,7 @@ class Run:
                 turns.callback(self._monitor.close_trackers, code_of(error))
             turns.callback(self._context.preemption.end)
             if self._journal is not None:
-                turns.callback(self._journal.close, error, self._facts)
+                turns.callback(self._journal.close, error, date, self._facts)
             if self._monitor is not None:
                 turns.callback(self._monitor.close, self.step)
             if self._watchdog is not None:
