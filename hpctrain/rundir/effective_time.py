@@ -51,6 +51,7 @@ _CURRENT = {
 _REASONS = ("detect", "stop", "start", "rendezvous", "load", "redo", "queue")
 _BYTES_OF_A_SIGN = 80
 _LEAST_SHOWN = 0.05
+_LATEST = 2.0**35  # of a time that is no damage of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,16 @@ def account(marks: Iterable[Mapping[str, Any]]) -> EffectiveTime | None:
     lost = dict.fromkeys(_REASONS, 0.0)
     trained: list[tuple[float, float]] = []
     saved: dict[Any, float] = {0: -math.inf}  # times of the checkpoints, by step
+    newest: Any = 0
     date: Any
     event: Any
     for mark in marks:
         date, event, step = mark.get("time"), mark.get("event"), mark.get("step")
-        known = isinstance(date, float) and isinstance(event, str) and isinstance(step, int | None)
-        if not known or not math.isfinite(date) or (not current and event != "launched"):
+        known = isinstance(event, str) and isinstance(step, int | None)
+        if not known or not isinstance(date, float) or not 0 <= date < _LATEST:
             continue
+        if not current and event != "launched":
+            continue  # after the end
         if event == "launched" and current and not mark.get("again"):
             current = "queue"
         before, now = now, max(now, date)
@@ -121,11 +125,12 @@ def account(marks: Iterable[Mapping[str, Any]]) -> EffectiveTime | None:
             lost[current] += now - before
         wall += now - before if current else 0.0
         if event == "saved":
-            saved[step] = now
+            newest = step
+        if event in ("saved", "stopped", "done"):  # after its last save, an ended run took no step
+            saved[newest] = now
         elif event == "restored":
             lost["redo"] += _cut(trained, saved.get(step, now))
-        else:
-            current = _CURRENT.get(event, current)
+        current = _CURRENT.get(event, current)
     if now == -math.inf:
         return None
     return EffectiveTime(wall, sum(end - begin for begin, end in trained), lost)
