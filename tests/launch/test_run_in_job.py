@@ -17,10 +17,13 @@ import fake_slurm
 import launches
 import processes
 import pytest
+import survivor
 from fake_slurm import job
 
+from hpctrain import rundir
 from hpctrain.cli import main
 from hpctrain.launch import slurm_job
+from hpctrain.rundir import effective_time
 
 EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
 # Runs what follows its options as the task of a step on one host.
@@ -449,3 +452,35 @@ def test_killed_rank_of_direct_is_named_if_it_is_the_only_one(slurm, capfd, kill
     lines += "".join(f"echo n > $HPCTRAIN_EVIDENCE/session-{5 + rank}; " for rank in range(killed))
     run(f"{lines}kill -9 $$", "--max-attempts", "1")
     assert ("rank 5 on n failed first" in capfd.readouterr().err) == (killed == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_effective_training_time_over_two_attempts(slurm, agent, monkeypatch):
+    """Kill a rank with kill -9; the second attempt resumes, and each second is attributed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    slurm.command("srun", more="[ -e began ] || date +%s.%N >began\n" + SRUN)
+    paced = ("--global-batch", "12", "--pace", "0.6", "--checkpoint-every", "3", "--max-steps", "9")
+    words = ("--nproc-per-node", "2", survivor.__file__, *paced, "--run-dir", "run")
+    output = agent(*words, "--fault", "kill@8:rank1")
+    assert "attempt 2" in output
+    directory = rundir.RunDirectory("run")
+    marks = directory.lines(directory.events)
+    names = [mark["event"] for mark in marks if mark["event"] != "saved"]
+    start = ["launched", "rendezvous", "connected", "restored", "training"]
+    second = [*start, "done", "ended"]
+    # Rank 0 may be ended before it has noticed the failure itself.
+    assert names in (
+        [*start, "last step", *("noticed",) * times, "ended", *second] for times in (1, 2)
+    )
+    launched = [mark for mark in marks if mark["event"] == "launched"]
+    assert [mark["again"] for mark in launched] == [False, True]
+    assert launched[0]["time"] < float(Path("began").read_text())  # that of `hpctrain run`
+    found = effective_time.measure(directory)
+    lost = found.lost_seconds
+    assert found.effective_seconds + sum(lost.values()) == pytest.approx(found.wall_seconds)
+    assert found.wall_seconds == pytest.approx(marks[-2]["time"] - marks[0]["time"])
+    assert found.effective_seconds > 9 * 0.6
+    assert (lost["queue"], lost["start"] > 1) == (0, True)  # two times the imports of torch
+    assert lost["redo"] > 0.3  # step 7, and maybe step 8
+    assert f"effective training time {found.share:.2f} of" in output
