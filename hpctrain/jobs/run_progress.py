@@ -9,12 +9,13 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain import rundir
 from hpctrain.cluster import slurm
-from hpctrain.rundir import effective_time
-from hpctrain.rundir.effective_time import EffectiveTime
+
+if TYPE_CHECKING:
+    from hpctrain.rundir.effective_time import EffectiveTime
 
 __all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
 
@@ -52,7 +53,7 @@ class Progress:
     loss: float | None = None
     speed: float | None = None
     reason: str = ""
-    effective: EffectiveTime | None = None
+    effective: "EffectiveTime | None" = None
 
 
 def progress(path: Path) -> Progress | None:
@@ -77,9 +78,11 @@ def progress(path: Path) -> Progress | None:
     )
 
 
-def _effective(directory: rundir.RunDirectory) -> EffectiveTime | None:
+def _effective(directory: rundir.RunDirectory) -> "EffectiveTime | None":
+    from hpctrain.rundir.effective_time import measure
+
     try:
-        return effective_time.measure(directory)
+        return measure(directory)
     except OSError:  # the run of another user
         return None
 
