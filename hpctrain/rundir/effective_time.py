@@ -3,7 +3,8 @@
 Rank 0 and `hpctrain run` append marks to events.jsonl. A mark has `time` (Unix seconds) and
 `event`, and begins what takes the time until the next one:
 
-launched    ranks are being started; `again`: by the same launcher, after a failure
+launched    ranks are being started; `again`: by the same launcher, after a failure. `time` is then
+            that of the first attempt, and counts as that of the mark before
 rendezvous  the ranks look for each other, then the backend connects them
 connected   the ranks are connected, and load
 restored    the run is open at `step`; later steps are taken again

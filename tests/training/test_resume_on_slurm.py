@@ -99,7 +99,10 @@ def submit(cluster):
 
 @pytest.fixture
 def check_finished(references, record_property):
-    """Return a function that checks that a run equals an uninterrupted one; it returns lost seconds."""
+    """Return a function that checks that a run equals an uninterrupted one.
+
+    It returns the lost seconds, by reason.
+    """
 
     def check(job, options=(), twice=None, held=0.0):
         assert len(job.begins()) == 1 or job.begins()[-1] > 0
@@ -342,7 +345,8 @@ def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
         (cluster.mend if loss == "cut" else cluster.power_on)("node3")
     assert "attempt 2: 3 of 4 hosts, without node3" in job.log
     lost = check_finished(job, options)
-    assert (lost["queue"], lost["redo"] > 0, lost["stop"] > 1) == (0, True, True)
+    # After a crash the other ranks notice it at once, and the ranks of the lost host end later.
+    assert (lost["queue"], lost["redo"] > 0, lost["detect"] + lost["stop"] > 5) == (0, True, True)
     last = json.loads(job.run.starts.read_text().splitlines()[-1])
     assert last["world"]["hosts"] == ["node1", "node2", "node4"]
 
