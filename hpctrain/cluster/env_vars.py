@@ -24,6 +24,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface for gloo alone
 LEAST_TIMEOUT = "HPCTRAIN_LEAST_TIMEOUT"  # shortest learnt time-out in seconds
 SECRET = "HPCTRAIN_SECRET"  # noqa: S105  secret shared by the ranks of one start
 START = "HPCTRAIN_START"  # id of one start of ranks by `hpctrain run`
+LAUNCHED = "HPCTRAIN_LAUNCHED"  # when `hpctrain run` has begun, in Unix seconds
 RUN_DIR = "HPCTRAIN_RUN_DIR"  # run directory
 DATA = "HPCTRAIN_DATA"  # folder with data sets
 CACHE = "HPCTRAIN_CACHE"  # folder for files that can be created again
@@ -57,6 +58,7 @@ _OF_ONE_RANK = (
     LAUNCHER,
     HOSTNAME,
     START,
+    LAUNCHED,
     MAIN_ADDRESS,
     MAIN_PORT,
     EXIT_STATUS_FILE,

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
     "Stat",
+    "age",
     "environment",
     "family",
     "namespace",
@@ -91,6 +93,14 @@ def start_time(pid: int) -> int | None:
     if not ticks or boot is None:
         return None
     return int(boot[1]) + ticks // os.sysconf("SC_CLK_TCK")
+
+
+def age(pid: int) -> float | None:
+    """Return the seconds since the start of a process, to 0.01; None if it is not known."""
+    ticks = started(pid)
+    if not ticks:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def environment(pid: int) -> dict[str, str] | None:

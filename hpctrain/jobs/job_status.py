@@ -125,6 +125,7 @@ def _queued(job: slurm.QueuedJob) -> dict[str, Any]:
 
 def _run(status: JobStatus) -> dict[str, Any]:
     recorded = status.progress
+    effective = recorded.effective if recorded else None
     return {
         "path": os.path.abspath(status.run_dir or ""),
         "status": status.run_status,
@@ -133,6 +134,7 @@ def _run(status: JobStatus) -> dict[str, Any]:
         "loss": _finite(recorded.loss) if recorded else None,
         "samples_per_second": _finite(recorded.speed) if recorded else None,
         "reason": recorded.reason or None if recorded else None,
+        "effective_training_time": effective.as_json() if effective else None,
     }
 
 

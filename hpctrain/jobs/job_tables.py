@@ -58,8 +58,10 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
 
 
 def details(status: JobStatus) -> str:
-    """Return lines about a job that need more space than a row: why it failed, log, commands."""
+    """Return lines about a job that need more space than a row: cause, time, log, commands."""
     lines = [("cause:", status.failure)] if status.failure else []
+    if status.progress is not None and status.progress.effective is not None:
+        lines.append(("time:", str(status.progress.effective)))
     if status.log is not None and os.path.exists(status.log):
         lines.append(("log:", place(status.log)))
     if status.failed and status.run_dir is not None and _has_checkpoints(status.run_dir):

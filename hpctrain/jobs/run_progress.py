@@ -9,10 +9,13 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain import rundir
 from hpctrain.cluster import slurm
+
+if TYPE_CHECKING:
+    from hpctrain.rundir.effective_time import EffectiveTime
 
 __all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
 
@@ -40,6 +43,7 @@ class Progress:
         status: done, stopped, failed or given-up; empty if the run has not ended.
         step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
         reason: why the run ended, if that is recorded.
+        effective: where the time of the run went; None if that is not recorded.
     """
 
     path: Path
@@ -49,6 +53,7 @@ class Progress:
     loss: float | None = None
     speed: float | None = None
     reason: str = ""
+    effective: "EffectiveTime | None" = None
 
 
 def progress(path: Path) -> Progress | None:
@@ -69,7 +74,17 @@ def progress(path: Path) -> Progress | None:
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
         _text(summary.get("reason")),
+        _effective(directory),
     )
+
+
+def _effective(directory: rundir.RunDirectory) -> "EffectiveTime | None":
+    from hpctrain.rundir.effective_time import measure
+
+    try:
+        return measure(directory)
+    except OSError:  # the run of another user
+        return None
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hpctrain.launch.host_choice import HostChoice
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
 from hpctrain.launch.rank_output import write_stderr
 from hpctrain.process import failure_record, shared_memory
+from hpctrain.rundir import effective_time
 from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["Policy", "hopeless", "run", "settled"]
@@ -131,6 +133,7 @@ def run(
         **env,
         env_vars.SECRET: secrets.token_hex(16),
         env_vars.START: launch,
+        env_vars.LAUNCHED: str(time.time()),
         env_vars.RUN_DIR: str(directory.path.absolute()),
     }
     environ.pop(env_vars.MEMORY, None)  # of a start around this one
@@ -182,6 +185,9 @@ def _attempts(
         following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)
         end = hosts.run(choice.used, attempt, following if policy.most > 1 else None)
         folder = end.folder or folder
+        if not end.usage:
+            failed = end.first.time if end.first else None
+            effective_time.note_attempt(directory, float(environ[env_vars.LAUNCHED]), failed)
         recorded = read_exit_status(folder / "exit-status-0")
         stopped = end.stopped or bool(received)
         if plain and stopped and not failure_record.sessions(folder):
@@ -280,11 +286,14 @@ def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:
 
 
 def _record(directory: rundir.RunDirectory, code: int, reason: str) -> None:
-    """Write the end to the summary; print why a run is given up."""
+    """Write the end to the summary; print why a run is given up, and where its time went."""
+    effective = effective_time.measure(directory)
     if code == exit_codes.GIVEN_UP:
         write_stderr(f"hpctrain: given up: {reason}\n")
+        if effective is not None:
+            write_stderr(f"hpctrain: {effective}\n")
     if code != exit_codes.STOPPED and directory.identity.exists():
-        directory.record_end(code, reason)
+        directory.record_end(code, reason, **(effective.as_json() if effective else {}))
 
 
 def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:

@@ -269,8 +269,9 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
     environ = env_vars.scrubbed(env)
     if style == "hpctrain":
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
-    # A stop file for the start is for its ranks, and so is the commit of its code.
-    environ |= {name: env[name] for name in (env_vars.STOP_FILE, env_vars.COMMIT) if name in env}
+    # A stop file for the start is for its ranks, and so are the commit of its code and its time.
+    of_the_start = (env_vars.STOP_FILE, env_vars.COMMIT, env_vars.LAUNCHED)
+    environ |= {name: env[name] for name in of_the_start if name in env}
     if env.get(env_vars.LAUNCHER) == AS[style]:
         environ[env_vars.LAUNCHER] = AS[style]  # a choice of the user, as an error suggested
     environ.setdefault("OMP_NUM_THREADS", str(threads))

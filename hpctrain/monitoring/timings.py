@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import (
     ACCUMULATING,
-    AGREEING,
     BACKWARD,
     COMPUTING,
     LOADING,
-    UPDATING,
+    STEP,
 )
 from hpctrain.rundir import RunDirectory
 
@@ -34,9 +32,6 @@ _SECONDS_BETWEEN_LINES = 30.0
 _LEAST_SECONDS = 10.0
 # Forward passes per interval that are timed on a GPU; their median counts.
 _SAMPLES = 8
-
-# Phases that make up a step.
-_STEP = itemgetter(LOADING, COMPUTING, ACCUMULATING, BACKWARD, UPDATING, AGREEING)
 
 # By kind of slowness: what the rank does, and where to look for the cause.
 _ADVICE = {
@@ -168,7 +163,7 @@ class Timings:
 
     def step(self) -> None:
         """Record the end of a step."""
-        ended = sum(_STEP(self._seconds))
+        ended = sum(STEP(self._seconds))
         self._step_seconds.append(ended - self._ended)
         self._ended = ended
         if self._first:

@@ -1,8 +1,9 @@
 """Phases of a step, as plain numbers, because ranks write them on the hot path."""
 
 from dataclasses import dataclass
+from operator import itemgetter
 
-__all__ = ["PHASES", "STEP", "Phase"]
+__all__ = ["AFTER_LOADING", "PHASES", "STEP", "Phase"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ WAITING = 7
 BACKWARD = 8
 UPDATING = 9
 
-STEP = slice(LOADING, AGREEING + 1)  # phases that make up a step
+# Phases that make up a step, without and with the wait for data; each returns their entries.
+AFTER_LOADING = itemgetter(COMPUTING, ACCUMULATING, BACKWARD, UPDATING, AGREEING)
+STEP = itemgetter(LOADING, COMPUTING, ACCUMULATING, BACKWARD, UPDATING, AGREEING)
 
 PHASES = {
     CLOSED: Phase("has left the run", False),

@@ -4,6 +4,8 @@ run.json                    identity of the run: name, data, model, and the worl
 starts.jsonl                a line for each start: command, options, versions, commit, world
 metrics.jsonl               a line for each logged step: step, epoch, time, then values
 timings.jsonl               a line for each half minute: parts of the step time, by rank
+events.jsonl                a line for each mark of `effective_time`
+last-step.json              newest step and its time, while a start trains
 checkpoints/step-00000042/  .pt files and a manifest
 logs/rank-0.log             log of each rank
 profile/rank-0.json.gz      trace of --profile
@@ -55,6 +57,8 @@ class RunDirectory:
         self.starts = self.path / "starts.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.timings = self.path / "timings.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.last_step = self.path / "last-step.json"
         self.profile = self.path / "profile"
         self.tracked = self.path / "track.json"
         self.checkpoints = self.path / "checkpoints"
@@ -100,16 +104,17 @@ class RunDirectory:
                 "--run-dir DIR for another directory",
             ) from None
 
-    def record_end(self, code: int, reason: str) -> None:
+    def record_end(self, code: int, reason: str, **more: Any) -> None:
         """Record in summary.json how the run has ended; keep its other entries.
 
         Args:
             code: one of `hpctrain.errors.exit_codes`; any other counts as a failure.
             reason: one line for the user.
+            more: other entries to renew.
         """
         entries = self.read(self.summary) or {"step": max(self.steps(), default=0)}
         status = exit_codes.STATUS.get(code, exit_codes.STATUS[exit_codes.FAILED])
-        summary = {**entries, "status": status, "reason": reason}
+        summary = {**entries, **more, "status": status, "reason": reason}
         replace(self.summary, json.dumps(summary, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:

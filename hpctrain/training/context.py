@@ -51,6 +51,7 @@ class Context:
         device: device used by this rank.
         precision: number format of weights, activations and gradients.
         backend: backend for the communication between ranks.
+        opened: times in Unix seconds: when the rendezvous began, and when all were connected.
         workers: number of loader processes of this rank.
         placement: device, data type and memory layout of batches.
 
@@ -78,6 +79,7 @@ class Context:
     device: torch.device
     precision: Precision
     backend: Backend
+    opened: tuple[float, float]
     workers: int
     placement: Placement
 

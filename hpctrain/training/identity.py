@@ -23,7 +23,7 @@ from hpctrain.errors import GivenUpError, UsageError, exit_codes
 from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
 
-__all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
+__all__ = ["claim", "facts", "is_again", "note_start", "refuse_fruitless"]
 
 FORMAT = 1
 # Values that identify a run; all others may change from one start to the next. `data` is None if
@@ -61,10 +61,7 @@ def claim(
     own = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
     if resume is None:
-        # The launcher has started the ranks again: torchrun, or `hpctrain run` in a job.
-        attempt = env.get(env_vars.START, "").partition("/")[2]
-        again = attempt not in ("", "0") or env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        resume = options.elastic or again or (job is not None and job.restart_count > 0)
+        resume = options.elastic or is_again(env) or (job is not None and job.restart_count > 0)
     label = job.label if job else _agent_label(env)
     path = options.run_dir or env.get(env_vars.RUN_DIR) or default(name, label)
     directory = RunDirectory(path)
@@ -92,6 +89,12 @@ def claim(
             "--run-dir DIR",
         ) from None
     return directory, lock
+
+
+def is_again(env: Mapping[str, str]) -> bool:
+    """Return whether the launcher has started the ranks before: torchrun, or `hpctrain run`."""
+    attempt = env.get(env_vars.START, "").partition("/")[2]
+    return attempt not in ("", "0") or env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _agent_label(env: Mapping[str, str]) -> str | None:

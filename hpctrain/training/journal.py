@@ -13,6 +13,7 @@ from hpctrain.errors import CheckpointError, GivenUpError, exit_codes
 from hpctrain.process.logging import add_log_file, logger, remove_log_file
 from hpctrain.process.stderr_capture import StderrCapture
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.effective_time import Recorder, measure
 from hpctrain.rundir.lock import Lock
 from hpctrain.training import identity
 from hpctrain.training.consensus import on_rank_zero
@@ -36,6 +37,8 @@ class RunJournal:
         key: unique key of this start, the same on all ranks.
         lock: lock on the directory at rank 0; None on the other ranks.
         metrics: rows of metrics; None before `begin`.
+        recorder: recorder of the effective training time at rank 0; None before `begin`, and on the
+            other ranks.
 
     Raises:
         UsageError: rank 0 cannot use the directory, or another start uses it.
@@ -45,6 +48,7 @@ class RunJournal:
         self._context = context
         self.lock: Lock | None = None
         self.metrics: Metrics | None = None
+        self.recorder: Recorder | None = None
         path, self.finished, self.key = on_rank_zero(context.backend, lambda: self._claim(name))
         self.directory = RunDirectory(path)
         log = self.directory.log(context.world.rank)
@@ -85,6 +89,8 @@ class RunJournal:
                 )
                 self.directory.summary.unlink(missing_ok=True)
                 trim(self.directory, rows)
+                again = identity.is_again(os.environ)
+                self.recorder = Recorder(self.directory, os.environ, context.opened, again, step)
             except OSError as error:
                 raise CheckpointError(
                     "HT617",
@@ -97,11 +103,14 @@ class RunJournal:
         self.metrics = Metrics(context.backend, self.directory, rows, context.events)
         return self.metrics
 
-    def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
+    def close(
+        self, error: BaseException | None, date: float, facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
         """Release all but the logs; rank 0 writes the summary if it still has the directory.
 
         Args:
             error: error that ended the run, if any.
+            date: time of the end, in Unix seconds.
             facts: returns more values for summary.json.
         """
         if self.metrics is not None:
@@ -110,12 +119,14 @@ class RunJournal:
             return
         try:
             with self.lock.commit():
-                self._sum_up(error, facts())
+                self._sum_up(error, date, facts())
         except OSError as full:
             logger.error("%s could not be written: %s", self.directory.summary, full)
         except CheckpointError as replaced:
             logger.error("%s", replaced)
         finally:
+            if self.recorder is not None:
+                self.recorder.close()
             self.lock.release()
 
     def drop_logs(self) -> None:
@@ -126,13 +137,15 @@ class RunJournal:
             self._stderr = None
         remove_log_file(self._log)
 
-    def _sum_up(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
+    def _sum_up(self, error: BaseException | None, date: float, facts: Mapping[str, Any]) -> None:
         """Write summary.json, and print a short table if the run is done."""
         context, code = self._context, code_of(error)
         if isinstance(error, GivenUpError):
             self.directory.record_end(exit_codes.GIVEN_UP, error.found)
-        if self.metrics is None:
+        if self.metrics is None or self.recorder is None:
             return  # it ended before training
+        self.recorder.leave(code, date)
+        effective = measure(self.directory)
         summary = {
             "status": exit_codes.STATUS[code],
             "metrics": self.metrics.last,
@@ -140,8 +153,11 @@ class RunJournal:
             "backend": context.backend.name,
             "precision": context.precision.name,
             **facts,
+            **(effective.as_json() if effective else {}),
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
+        if code in (exit_codes.DONE, exit_codes.STOPPED):
+            logger.info("%s", effective)
         if code == exit_codes.DONE:
             sys.stdout.write(table(summary, context.backend.transport, self.directory.path))
             sys.stdout.flush()

@@ -157,7 +157,7 @@ class ReplicaCheck:
         self._begun, self._first = self._seconds_of_steps(), step
 
     def _seconds_of_steps(self) -> float:
-        return sum(self._seconds[STEP])
+        return float(sum(STEP(self._seconds)))
 
     def _seconds_of_device(self) -> float:
         """Return the seconds that the last digest took on a GPU, and begin to measure this one."""

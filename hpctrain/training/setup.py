@@ -1,5 +1,6 @@
 """Setup before training: from the options and the launcher's variables to connected ranks."""
 
+import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def open_ranks(
         equipment = _equip(start, options, batches, name, own, env, undo)
     except (UsageError, StartError) as error:
         failure = error
+    begun = time.time()
     met = rendezvous.meet(
         world,
         start.rendezvous_point,
@@ -95,6 +97,7 @@ def open_ranks(
     equipment.precision.switch(undo)
     backend = backends.open_backend(name, met, equipment.device, equipment.settings)
     known_numbers.check(backend, met.roster)
+    connected = time.time()
     preemption.opened()
     return Context(
         options=options,
@@ -108,6 +111,7 @@ def open_ranks(
         device=equipment.device,
         precision=equipment.precision,
         backend=backend,
+        opened=(begun, connected),
         workers=workers,
         placement=prepare.place_batches(options, equipment.precision),
     )

@@ -16,6 +16,7 @@ from hpctrain.monitoring.watchdog import Watchdog
 from hpctrain.process import random_states, seeds
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import (
+    AFTER_LOADING,
     AGREEING,
     COMPUTING,
     IDLE,
@@ -25,6 +26,7 @@ from hpctrain.process.phases import (
     WAITING,
 )
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.effective_time import Recorder
 from hpctrain.training import identity, prepare
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet
@@ -101,6 +103,7 @@ class Run:
         self._checkpoints: CheckpointManager | None = None
         self._watchdog: Watchdog | None = None
         self._monitor: Monitor | None = None
+        self._recorder: Recorder | None = None
         self._events = context.events
 
     def __enter__(self) -> Self:
@@ -140,6 +143,7 @@ class Run:
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
         self._replicas = ReplicaCheck(context, watchdog.seconds, self.step, resumed is not None)
+        self._recorder = journal.recorder
         on_disk = resumed.on_disk if resumed else None
         self._checkpoints = CheckpointManager(
             context,
@@ -493,14 +497,19 @@ class Run:
             values = {**self._values(), **replicas.values(self.step)}
             sums = self._consensus.step(values, self._doing())
             overdue = sums is not None and self._act_on(sums)
+            if self._recorder is not None:
+                self._recorder.step(self.step)
+        if self._compares:
+            self._events.phase(UPDATING)  # here the ranks wait for each other
+            if self._compares == _FIRST_STEPS and self._recorder is not None:
+                assert self._watchdog is not None
+                self._recorder.trained(sum(AFTER_LOADING(self._watchdog.seconds)))
+            self._compares -= 1
+            replicas.compare(self.step)
         if overdue or saving.due(self.step):
             self.save()
         elif saving.memory_every and self.step % saving.memory_every == 0:
             self._save(to_disk=False)
-        if self._compares:
-            self._compares -= 1
-            self._events.phase(UPDATING)  # here the ranks wait for each other
-            replicas.compare(self.step)
         if self._stop is not None:
             self._stop_here()
 
@@ -658,6 +667,8 @@ class Run:
         self._metrics.flush()
         metrics, log = self._metrics.at(self.step), self._metrics.state_dict()
         self._saves.save(self._position(), metrics, log, to_disk)
+        if self._recorder is not None:
+            self._recorder.saved(self.step)
         self._events.phase(IDLE)
 
     def _position(self) -> Position:
@@ -740,6 +751,7 @@ class Run:
         Each part is closed even if the one before fails. The summary is written and the directory
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
+        date = time.time()
         self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)
@@ -749,7 +761,7 @@ class Run:
                 turns.callback(self._monitor.close_trackers, code_of(error))
             turns.callback(self._context.preemption.end)
             if self._journal is not None:
-                turns.callback(self._journal.close, error, self._facts)
+                turns.callback(self._journal.close, error, date, self._facts)
             if self._monitor is not None:
                 turns.callback(self._monitor.close, self.step)
             if self._watchdog is not None:

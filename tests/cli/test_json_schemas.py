@@ -260,6 +260,8 @@ def test_lint_json_of_every_script_of_the_tests_fits_its_schema(capsys):
 
 # status
 
+REASONS = ("detect", "stop", "start", "rendezvous", "load", "redo", "queue")
+
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
@@ -286,6 +288,9 @@ def status(capsys, *names):
 
 def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
     run = make_run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.5)
+    marks = [{"time": 1.0, "event": "launched"}, {"time": 3.5, "event": "training"}]
+    run.joinpath("events.jsonl").write_text("\n".join(map(json.dumps, marks)))
+    run.joinpath("last-step.json").write_text('{"time": 11.0, "event": "last step"}')
     slurm.jobs(
         job("70", WorkDir=os.getcwd(), RestartCnt="1", TimeUsed="1-00:00:12"),
         job("71", State="PENDING", Reason="Resources", NodeList="", StartTime="N/A"),
@@ -329,6 +334,12 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
             "loss": 0.25,
             "samples_per_second": 512.5,
             "reason": None,
+            "effective_training_time": {
+                "wall_seconds": 10.0,
+                "effective_seconds": 7.5,
+                "effective_share": 0.75,
+                "lost_seconds": {**dict.fromkeys(REASONS, 0.0), "start": 2.5},
+            },
         },
     }
     assert (pending["state"], pending["hosts"], pending["elapsed_seconds"]) == ("PENDING", [], None)

@@ -233,9 +233,12 @@ def test_status_reads_odd_metrics(tmp_path):
         ("summary.json", '{"status": ' + "[" * 900 + "]" * 900 + ', "reason": {}}'),
         ("summary.json", '{"metrics": {"top1": ' + "[" * 900 + "]" * 900 + "}}"),
         ("summary.json", '{"status": "done"}' + " " * 2**21),
+        ("events.jsonl", '{"time": 1e400, "event": "launched"}\n{"time": 1' + "0" * 400 + "}"),
+        ("events.jsonl", '{"time": 1.0, "event": "launched", "step": ' + "[" * 900 + "]" * 900),
         ("starts.jsonl", '{"job": {"job_id": ' + "[" * 900 + "]" * 900 + "}}"),
         ("starts.jsonl", '{"job": {"array_job_id": {}, "array_task": 7}}'),
-        *((name, None) for name in ("metrics.jsonl", "summary.json", "starts.jsonl")),
+        *((f"{name}.jsonl", None) for name in ("metrics", "starts", "events")),
+        ("summary.json", None),
     ],
 )
 def test_status_reads_damaged_run_files(fake, capsys, file, content):

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 import fake_slurm
@@ -19,7 +20,7 @@ from hpctrain.launch.agent import End, FirstFailure
 from hpctrain.launch.attempts import Policy
 from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
 from hpctrain.launch.in_slurm import InSlurm
-from hpctrain.rundir import host_ledger
+from hpctrain.rundir import effective_time, host_ledger
 from hpctrain.rundir.exit_status import write_exit_status
 
 FAILED = (1, "rank 2 is lost")
@@ -304,6 +305,7 @@ def test_run_is_given_up_with_the_last_cause(tmp_path, capsys, most):
     ends = [ended(1, step=10)] + [ended(None, first=failed(1))] * most
     rundir.replace(directory.identity, "{}")
     rundir.replace(directory.summary, json.dumps({"status": "failed", "step": 13}))
+    rundir.append(directory.events, json.dumps({"time": 1.7e9, "event": "launched"}))
     exit_status, hosts = run_attempts(tmp_path, *ends, most=most)
     assert exit_status == (
         76,
@@ -313,7 +315,38 @@ def test_run_is_given_up_with_the_last_cause(tmp_path, capsys, most):
     assert len(hosts.attempts) == 1 + most
     summary = json.loads(directory.summary.read_text())
     assert (summary["status"], summary["step"]) == ("given-up", 13)
-    assert f"hpctrain: given up: {most} attempts" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"hpctrain: given up: {most} attempts" in printed
+    effective = effective_time.measure(directory)
+    assert f"hpctrain: {effective}\n" in printed
+    assert summary.items() >= effective.as_json().items()
+    # None of these attempts has come to a run: the time between is that of the queue.
+    assert effective.lost_seconds["queue"] > 0
+
+
+def test_attempts_tell_their_ranks_when_they_began_and_record_their_ends(tmp_path):
+    directory = rundir.RunDirectory(tmp_path / "run")
+    rundir.replace(directory.identity, "{}")
+    begun = time.time()
+    rundir.append(directory.events, json.dumps({"time": begun + 60, "event": "launched"}))
+    late = dataclasses.replace(failed(137), time=begun + 90)
+    _, hosts = run_attempts(tmp_path, ended(None, step=10, first=late), ended(0))
+    launched = {attempt.environ["HPCTRAIN_LAUNCHED"] for _, attempt in hosts.attempts}
+    assert len(launched) == 1  # also if they have waited for their attempt
+    assert begun <= float(*launched) <= time.time()
+    marks = directory.lines(directory.events)[1:]
+    assert [mark["event"] for mark in marks] == ["noticed", "ended", "ended"]
+    assert marks[0]["time"] == pytest.approx(begun + 90, abs=0.01)
+
+
+def test_refused_start_records_nothing(tmp_path):
+    directory = rundir.RunDirectory(tmp_path / "run")
+    rundir.replace(directory.identity, "{}")
+    rundir.append(directory.events, json.dumps({"time": 1.7e9, "event": "launched"}))
+    hosts = Hosts(directory, ended(2))
+    hosts.run = lambda *_, run=hosts.run: dataclasses.replace(run(*_), usage=True)
+    attempts.run(hosts, ["train.py"], directory, {}, Policy())
+    assert len(directory.lines(directory.events)) == 1
 
 
 def test_copies_in_memory_are_progress_only_beyond_earlier_ones(tmp_path, capsys):

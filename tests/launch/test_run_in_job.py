@@ -17,12 +17,14 @@ import fake_slurm
 import launches
 import processes
 import pytest
+import survivor
 from fake_slurm import job
 
+from hpctrain import rundir
 from hpctrain.cli import main
 from hpctrain.launch import slurm_job
 from hpctrain.process import shared_memory
-from hpctrain.rundir import RunDirectory
+from hpctrain.rundir import RunDirectory, effective_time
 
 EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
 # Runs what follows its options as the task of a step on one host.
@@ -504,3 +506,35 @@ def test_copies_in_memory_after_kill_9_of_everything_are_freed_by_the_next_start
     assert folder.is_dir()
     agent("--", "true")
     assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_effective_training_time_over_two_attempts(slurm, agent, monkeypatch):
+    """Kill a rank with kill -9; the second attempt resumes, and each second is attributed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    slurm.command("srun", more="[ -e began ] || date +%s.%N >began\n" + SRUN)
+    paced = ("--global-batch", "12", "--pace", "0.6", "--checkpoint-every", "3", "--max-steps", "9")
+    words = ("--nproc-per-node", "2", survivor.__file__, *paced, "--run-dir", "run")
+    output = agent(*words, "--fault", "kill@5:rank1")
+    assert "attempt 2" in output
+    directory = rundir.RunDirectory("run")
+    marks = directory.lines(directory.events)
+    names = [mark["event"] for mark in marks if mark["event"] != "saved"]
+    start = ["launched", "rendezvous", "connected", "restored", "training"]
+    second = [*start, "done", "ended"]
+    # Rank 0 may be ended before it has noticed the failure itself.
+    assert names in (
+        [*start, "last step", *("noticed",) * times, "ended", *second] for times in (1, 2)
+    )
+    launched = [mark for mark in marks if mark["event"] == "launched"]
+    assert [mark["again"] for mark in launched] == [False, True]
+    assert launched[0]["time"] < float(Path("began").read_text())  # that of `hpctrain run`
+    found = effective_time.measure(directory)
+    lost = found.lost_seconds
+    assert found.effective_seconds + sum(lost.values()) == pytest.approx(found.wall_seconds)
+    assert found.wall_seconds == pytest.approx(marks[-2]["time"] - marks[0]["time"])
+    assert found.effective_seconds > 9 * 0.6
+    assert (lost["queue"], lost["start"] > 1) == (0, True)  # two times the imports of torch
+    assert lost["redo"] > 0.3  # step 4, and maybe step 5
+    assert f"effective training time {found.share:.2f} of" in output

@@ -109,7 +109,7 @@ def test_missing_json_is_none_and_damaged_json_is_refused(tmp_path):
 def test_run_directory_file_names(tmp_path):
     run = RunDirectory(tmp_path)
     places = [run.identity, run.starts, run.metrics, run.summary, run.log(3), run.checkpoint(42)]
-    places += [run.timings, run.profile, run.tracked]
+    places += [run.timings, run.events, run.last_step, run.profile, run.tracked]
     assert [str(place.relative_to(tmp_path)) for place in places] == [
         "run.json",
         "starts.jsonl",
@@ -118,6 +118,8 @@ def test_run_directory_file_names(tmp_path):
         "logs/rank-3.log",
         "checkpoints/step-00000042",
         "timings.jsonl",
+        "events.jsonl",
+        "last-step.json",
         "profile",
         "track.json",
     ]

@@ -17,8 +17,10 @@ import launches
 import pytest
 import survivor
 
-from hpctrain import rundir
+from hpctrain import cli, rundir
 from hpctrain.errors import NonFiniteError, UsageError, exit_codes
+from hpctrain.monitoring.report import run_reader, tables
+from hpctrain.rundir import effective_time
 
 SIZE = 3
 # The ranks agree on a stop about once a second, and where the run saves: here it saves late.
@@ -74,6 +76,41 @@ def test_resume_after_kill_9_of_one_rank(over, references):
     begin = faults.begins("run")[-1]
     assert begin in (8, 10)
     faults.same("run", references(SIZE, *over), twice=13 - begin)
+
+
+def test_effective_training_time_of_a_killed_and_resumed_run(capsys):
+    """Kill a rank two steps after a checkpoint, and resume: the same figures everywhere."""
+    paced = ("--pace", "0.6", "--checkpoint-every", "3", "--max-steps", "6")
+    faults.start(2, *paced, hurt=("kill@5:rank1",))
+    directory = rundir.RunDirectory("run")
+    before = effective_time.measure(directory)
+    marks = {mark["event"]: mark for mark in directory.lines(directory.events)}
+    assert marks["last step"]["step"] in (4, 5)  # not each one of the first steps is noted
+    assert before.effective_seconds > 4 * 0.6
+    assert before.lost_seconds["detect"] > 0
+    assert (before.lost_seconds["redo"], before.lost_seconds["queue"]) == (0, 0)
+    faults.resume(2, *paced)
+    found = effective_time.measure(directory)
+    lost = found.lost_seconds
+    assert faults.begins("run") == [0, 3]
+    # Steps 1 to 3 count once, and 4 to 6 of the second start; 4, and often 5, were taken twice.
+    assert 6 * 0.6 < found.effective_seconds < found.wall_seconds - lost["redo"]
+    assert 0.5 < lost["redo"] < before.effective_seconds
+    assert all(lost[name] > 0 for name in ("load", "rendezvous", "queue"))
+    assert found.effective_seconds + sum(lost.values()) == pytest.approx(found.wall_seconds)
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary.items() >= found.as_json().items()
+    capsys.readouterr()
+    assert cli.main(["status", "--json", "run"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)["jobs"]
+    assert job["run"]["effective_training_time"] == found.as_json()
+    assert cli.main(["status", "run"]) == 0
+    assert f"\n  time:     {found}\n" in capsys.readouterr().out
+    (read,) = run_reader.read(["run"])
+    shown = tables.summary(read)
+    assert shown["effective training time"].startswith(f"{found.share:.2f} of ")
+    assert shown["lost"] == found.lost
+    assert str(found) in Path("run/logs/rank-0.log").read_text()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import pytest
 import survivor
 
 from hpctrain import rundir
+from hpctrain.rundir import effective_time
 
 pytestmark = pytest.mark.slurm
 
@@ -98,16 +99,24 @@ def submit(cluster):
 
 @pytest.fixture
 def check_finished(references, record_property):
-    """Return a function that checks that a job's run equals an uninterrupted one."""
+    """Return a function that checks that a run equals an uninterrupted one.
+
+    It returns the lost seconds, by reason.
+    """
 
     def check(job, options=(), twice=None, held=0.0):
         assert len(job.begins()) == 1 or job.begins()[-1] > 0
         faults.same(job.run.path, references(SIZE, *options), twice)
         assert json.loads(job.run.summary.read_text())["status"] == "done"
         assert not list(Path().rglob(f".attempts-{job.number}-*"))
+        found = effective_time.measure(job.run)
+        both = found.effective_seconds + sum(found.lost_seconds.values())
+        assert both == pytest.approx(found.wall_seconds)
+        assert 0 < found.share < 1
         for seconds in faults.lost(job.run.path):
             record_property("lost", seconds - held)
             held = 0.0  # only before the first fault
+        return found.lost_seconds
 
     return check
 
@@ -117,8 +126,9 @@ def test_preemption_by_usr2_requeues_and_resumes(submit, check_finished):
     short = ("--epochs", "2")
     job = submit(script=("--pace", "0.25", *short, "--fault=usr2@3:rank1"))
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    check_finished(job, short, twice=0)
+    lost = check_finished(job, short, twice=0)
     assert len(job.begins()) == 2
+    assert (lost["queue"] > 1, lost["redo"], lost["detect"]) == (True, 0, 0)
 
 
 @pytest.mark.slow
@@ -295,7 +305,8 @@ def test_killed_ranks_cost_seconds_and_no_requeue(cluster, check_finished, lacki
     assert job.ended() == ("COMPLETED", 0, 0), job.log
     assert "attempt 2: 3 of 3 hosts; from step 5 on" in job.log
     assert "attempt 3: 3 of 3 hosts; from step 10 on" in job.log
-    check_finished(job, options, held=held)
+    lost = check_finished(job, options, held=held)
+    assert (lost["queue"], lost["detect"] > held - 2) == (0, True)
     assert not processes.having(str(SURVIVOR))
 
 
@@ -375,7 +386,9 @@ def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
     finally:
         (cluster.mend if loss == "cut" else cluster.power_on)("node3")
     assert "attempt 2: 3 of 4 hosts, without node3" in job.log
-    check_finished(job, options)
+    lost = check_finished(job, options)
+    # After a crash the other ranks notice it at once, and the ranks of the lost host end later.
+    assert (lost["queue"], lost["redo"] > 0, lost["detect"] + lost["stop"] > 5) == (0, True, True)
     last = json.loads(job.run.starts.read_text().splitlines()[-1])
     assert last["world"]["hosts"] == ["node1", "node2", "node4"]
 

@@ -12,6 +12,7 @@ from hpctrain.monitoring.curves import History, collect, is_step
 from hpctrain.monitoring.report import step_times
 from hpctrain.monitoring.report.step_times import StepTimes
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.effective_time import EffectiveTime, measure
 
 __all__ = ["RecordedRun", "mapping", "read"]
 
@@ -27,6 +28,7 @@ class RecordedRun(History):
         summary: content of summary.json; empty if the run has not ended.
         last: last row of metrics.
         timings: times of steps and ranks from timings.jsonl.
+        effective: where the time of the run went; None if that is not recorded.
         unread: errors of run.json and summary.json by file name; the content of such a file is
             empty above.
     """
@@ -37,6 +39,7 @@ class RecordedRun(History):
     summary: dict[str, Any]
     last: Mapping[str, Any]
     timings: StepTimes
+    effective: EffectiveTime | None
     unread: dict[str, UsageError]
 
     @property
@@ -113,6 +116,7 @@ def _run(path: Path, label: str) -> RecordedRun:
         starts = directory.lines(directory.starts)
         series, last = collect(directory.each(directory.metrics))
         timings = step_times.gather(directory.each(directory.timings))
+        effective = measure(directory)
     except OSError as error:
         fix = f"ls -l {path}"
         raise UsageError(
@@ -128,5 +132,6 @@ def _run(path: Path, label: str) -> RecordedRun:
     restarts = sorted({step for start in starts[1:] if is_step(step := start.get("step"))})
     identity, summary = content.values()
     return RecordedRun(
-        label, series, restarts, path, identity, starts, summary, last, timings, unread
+        *(label, series, restarts, path, identity, starts, summary, last, timings, effective),
+        unread,
     )

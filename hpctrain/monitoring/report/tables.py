@@ -86,6 +86,10 @@ def summary(run: RecordedRun) -> dict[str, str]:
         "starts": wording.number(len(run.starts)),
         "last row": wording.moment(last),
     }
+    if (effective := run.effective) is not None:
+        wall = wording.duration(effective.wall_seconds)
+        facts["effective training time"] = f"{effective.share:.2f} of {wall}"
+        facts["lost"] = effective.lost or NOTHING
     return facts | ({"reason": text(results["reason"])} if results.get("reason") else {})
 
 
