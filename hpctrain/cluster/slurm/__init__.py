@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         requeue,
         requeue_unended,
         sbatch,
+        signal_batch,
     )
     from hpctrain.cluster.slurm.command import NoAnswerError
     from hpctrain.cluster.slurm.nodes import excludable, exclude, slurmd_address
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         FORGOTTEN,
         JobState,
         end_time,
+        first_step,
         hosts_left,
         is_label,
         job_state,
@@ -52,6 +54,7 @@ __all__ = [
     "ended",
     "excludable",
     "exclude",
+    "first_step",
     "hosts_left",
     "is_label",
     "job_state",
@@ -62,6 +65,7 @@ __all__ = [
     "requeue_unended",
     "sbatch",
     "script_path",
+    "signal_batch",
     "slurmd_address",
     "step_is_active",
 ]
@@ -70,13 +74,30 @@ __getattr__ = lazy(
     __name__,
     {
         "accounting": ("Ended", "accounts", "ended", "qualities"),
-        "batch": ("Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"),
+        "batch": (
+            "Answer",
+            "batch_script",
+            "cancel",
+            "requeue",
+            "requeue_unended",
+            "sbatch",
+            "signal_batch",
+        ),
         "command": ("NoAnswerError",),
         "sinfo": ("Partition", "partitions"),
         "nodes": ("excludable", "exclude", "slurmd_address"),
         "queue": ("QueuedJob", "jobs"),
         "states": (
-            *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
+            *(
+                "ENDED",
+                "FORGOTTEN",
+                "JobState",
+                "end_time",
+                "first_step",
+                "hosts_left",
+                "is_label",
+                "job_state",
+            ),
             *("script_path", "step_is_active"),
         ),
     },

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from hpctrain.cluster.commands import LateAnswerError, NoAnswerError, run
 from hpctrain.cluster.slurm.command import ask
 
-__all__ = ["Answer", "batch_script", "cancel", "requeue", "requeue_unended", "sbatch"]
+__all__ = [
+    "Answer",
+    "batch_script",
+    "cancel",
+    "requeue",
+    "requeue_unended",
+    "sbatch",
+    "signal_batch",
+]
 
 # sbatch tries again while the controller is busy, and for one minute if there is no slurm.conf.
 _SECONDS_TO_SUBMIT = 120.0
@@ -64,6 +72,15 @@ def cancel(labels: Sequence[str], env: Mapping[str, str]) -> None:
         NoAnswerError: the command failed; the text has Slurm's reason.
     """
     ask(["scancel", *labels], env)
+
+
+def signal_batch(label: str, name: str, env: Mapping[str, str]) -> None:
+    """Send a signal to the batch script of a job, as Slurm does before a preemption.
+
+    Raises:
+        NoAnswerError: the command failed; the text has Slurm's reason.
+    """
+    ask(["scancel", "--batch", f"--signal={name}", label], env)
 
 
 def requeue_unended(label: str, env: Mapping[str, str]) -> None:

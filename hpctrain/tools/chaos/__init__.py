@@ -117,13 +117,27 @@ def _happen(label: str, fault: Fault, env: Mapping[str, str]) -> str | None:
     if fault.kind in _SIGNALS:
         hosts = expand(listed[0].hosts)
         return _hurt(listed[0].number, fault, random.Random(fault.seed).choice(hosts), env)
-    command = {
-        "step": ["scancel", f"{listed[0].number}.0"],
-        "usr2": ["scancel", "--batch", "--signal=USR2", label],
-        "requeue": ["scontrol", "requeue", label],
-    }[fault.kind]
-    done = commands.run(command, _SECONDS_FOR_A_STEP, env)
-    return " ".join(command) if not done.returncode else ""
+    try:
+        return _command(label, listed[0].number, fault.kind, env)
+    except slurm.NoAnswerError:
+        return ""
+
+
+def _command(label: str, number: str, kind: str, env: Mapping[str, str]) -> str:
+    """Hurt the job by a command of Slurm.
+
+    Raises:
+        NoAnswerError: Slurm does not answer, or refuses it.
+    """
+    if kind == "requeue":
+        slurm.requeue(label, env)
+    elif kind == "usr2":
+        slurm.signal_batch(label, "USR2", env)
+    else:
+        label = slurm.first_step(number, env) or ""
+        if label:
+            slurm.cancel([label], env)
+    return label
 
 
 def _hurt(number: str, fault: Fault, host: str, env: Mapping[str, str]) -> str:

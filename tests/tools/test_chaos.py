@@ -1,0 +1,82 @@
+"""Faults by `hpctrain chaos`; tests/training/test_resume_on_slurm.py lets them happen on Slurm."""
+
+import os
+import statistics
+import subprocess
+import sys
+
+import fake_slurm
+import pytest
+from fake_slurm import job
+
+from hpctrain.cli import main
+from hpctrain.tools import chaos
+from hpctrain.tools.chaos import sender
+
+
+def test_same_seed_gives_the_same_faults():
+    one, same, other = (list(chaos.sequence(["kill", "segv"], 500, 20, n)) for n in (1, 1, 2))
+    assert one == same
+    assert one != other
+    assert 17 < statistics.mean(fault.delay for fault in one) < 23
+    assert 200 < sum(fault.kind == "kill" for fault in one) < 300
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
+    made.jobs(job("7", NodeList="node[1-2]", State="RUNNING"))
+    made.command("srun", more='echo "$*" >>hurt; echo "rank 1, process 5"')
+    return made
+
+
+def test_ranks_of_a_job_are_hurt_on_its_hosts(slurm, capsys):
+    assert main(["chaos", "7", "--count", "3", "--mean", "0.01", "--kinds", "kill,stop"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("rank ")[2][:20] for line in lines] == ["1, process 5 on node"] * 3
+    with open("hurt") as calls:
+        assert all("--jobid=7 --nodelist=node" in call and " SIG" in call for call in calls)
+
+
+def test_job_that_has_ended_is_left_alone(slurm, capsys):
+    slurm.jobs(job("7", State="COMPLETED"))
+    assert main(["chaos", "7", "--count", "2", "--mean", "0.01"]) == 0
+    assert capsys.readouterr().out == "the job has ended after 0 of 2 faults\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["--kinds", "kill,none"], ["--count", "0"], ["--mean", "nan"], ["--mean", "-1"]]
+)
+def test_wrong_values(slurm, capsys, words):
+    assert main(["chaos", "7", *words]) == 2
+    assert "HT804" in capsys.readouterr().err
+
+
+def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):
+    env = {"SLURM_JOB_ID": "77", "SLURMD_NODENAME": "node1"}
+
+    def start(rank, attempt, code="import time; print(flush=True); time.sleep(60)", **more):
+        environ = {**os.environ, **env, "HPCTRAIN_RANK": rank, "HPCTRAIN_START": attempt, **more}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environ,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        process.stdout.readline()
+        return process
+
+    child = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', "
+        "'import time; print(flush=True); time.sleep(60)'])"
+    )
+    started = [
+        *(start("0", "a/9"), start("1", "a/9", child)),
+        *(start("0", "a/10"), start("2", "a/9", SLURMD_NODENAME="node2")),
+    ]
+    try:
+        assert sender.ranks(env) == {0: started[0].pid, 1: started[1].pid}
+    finally:
+        for process in started:
+            os.killpg(process.pid, 9)
+            process.wait()
