@@ -420,7 +420,7 @@ class Options:
     timeout: float = option(
         "--timeout",
         1800.0,
-        "maximum seconds that a step or a collective may take; hangs that are certain end sooner",
+        "seconds that a step may take; a certain hang ends sooner",
         seconds,
         metavar="S",
         common=True,

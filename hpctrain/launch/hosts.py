@@ -136,7 +136,9 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
         stopped,
         first,
         ranks=max((end["ranks"] for end in ends), default=0),
-        usage=bool(ends) and all(end["usage"] for end in ends),
+        # Ranks that were ended because of those of another host say nothing about it.
+        usage=any(end["usage"] for end in ends)
+        and all(end["usage"] or end["first"] is None for end in ends),
         suspects=tuple(sorted({end["lost"] for end in ends if end["lost"]})),
         unfit=tuple(host for end in ends for host in end["unfit"]),
     )

@@ -207,7 +207,7 @@ def test_signal_ends_the_wait_for_a_tracker():
 def train_with_failing_close():
     """Train with a writer that fails to close; return the log handlers that remain."""
 
-    def fail(self):
+    def fail(*_):
         raise OSError("no end")
 
     CheckpointManager.close = fail

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,9 @@ def train(save_seconds, pause_seconds):
     with (
         mock.patch.object(Folder, "save", save),
         mock.patch.object(checkpoint_manager, "Writer", partial(Writer, clock=saves)),
-        mock.patch("hpctrain.training.training_run.time", SimpleNamespace(monotonic=pauses)),
+        mock.patch(
+            "hpctrain.training.training_run.time", SimpleNamespace(monotonic=pauses, time=time.time)
+        ),
         mock.patch.object(
             sys.modules["hpctrain.training.session"],
             "Preemption",
