@@ -2,6 +2,7 @@
 
 import functools
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ Table = Callable[[Path], str]
 BENCHMARKS = "benchmarks/results"
 OTHERS = "docs/results"
 NOT_MEASURED = "Not measured yet."
+_MOST_LOST = 8  # that are shown one by one
 
 
 def _read(path: Path) -> Record:
@@ -118,6 +120,14 @@ def targets(top: Path) -> str:
 # The other pages
 
 
+def _lost(seconds: Sequence[float]) -> str:
+    """Return the seconds that faults cost: each, or median and largest of many."""
+    if len(seconds) <= _MOST_LOST:
+        return ", ".join(f"{one:.0f}" for one in seconds)
+    middle, largest = statistics.median(seconds), max(seconds)
+    return f"{len(seconds)} times: median {middle:.1f}, largest {largest:.1f}"
+
+
 def reliability(section: str, top: Path) -> str:
     """Return the faults that were tested, with the result of the runs.
 
@@ -135,7 +145,7 @@ def reliability(section: str, top: Path) -> str:
             row["runs"],
             row["result"],
             f"{row['seconds']:.0f}" if "seconds" in row else "",
-            ", ".join(f"{seconds:.0f}" for seconds in row.get("lost", ())),
+            _lost(row.get("lost", ())),
             _measured(row) + ("" if "test" in row else "; not measured since"),
         )
         for row in records

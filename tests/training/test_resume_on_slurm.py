@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -441,9 +442,9 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     """Kill random ranks (KILL, SEGV, ABRT) by hpctrain chaos as long as the job runs."""
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "hpctrain horovod build")
-    epochs = os.environ.get("HPCTRAIN_TEST_CHAOS_EPOCHS", "60")  # of about a second
+    epochs = os.environ.get("HPCTRAIN_TEST_CHAOS_EPOCHS", "30")  # of two seconds
     options = ("--backend", backend, "--epochs", epochs)
-    job = run_command(cluster, nodes=3, script=(*options, "--pace", "0.1"))
+    job = run_command(cluster, nodes=3, script=(*options, "--pace", "0.2"))
     job.until(job.steps)
     words = ["chaos", job.number, "--count", "1000", "--mean", "15", "--seed", "1"]
     done = cluster.run(
@@ -451,7 +452,7 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     )
     assert done.returncode == 0, done.stderr
     assert job.ended() == ("COMPLETED", 0, 0), job.log
-    print(done.stdout)
+    sys.stdout.write(f"{done.stdout}\n{job.run.summary.read_text()}\n{faults.lost(job.run.path)}\n")
     check_finished(job, options)
     assert not processes.having(str(SURVIVOR))
 
