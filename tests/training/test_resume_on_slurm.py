@@ -442,7 +442,7 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     """Kill random ranks (KILL, SEGV, ABRT) by hpctrain chaos as long as the job runs."""
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "hpctrain horovod build")
-    epochs = os.environ.get("HPCTRAIN_TEST_CHAOS_EPOCHS", "30")  # of two seconds
+    epochs = os.environ.get("TEST_CHAOS_EPOCHS", "30")  # of two seconds
     options = ("--backend", backend, "--epochs", epochs)
     job = run_command(cluster, nodes=3, script=(*options, "--pace", "0.2"))
     job.until(job.steps)
