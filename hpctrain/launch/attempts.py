@@ -173,6 +173,7 @@ def _attempts(
 ) -> tuple[int, str]:
     """Start the ranks until the run ends or is given up; see `run`."""
     choice, fruitless = HostChoice(hosts, present, policy.spares, environ), 0
+    resumes = policy.plain  # whether the program was seen to have a session
     kept = -1  # furthest step of which a copy in memory is known
     for number in itertools.count():
         before = _newest(directory)
@@ -212,8 +213,9 @@ def _attempts(
         failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
         by_itself = not number and (end.first is None or end.first.code < 128)
         result = hopeless(failure, by_itself, bool(lost) or progress, fruitless, policy.most)
-        ran = not end.unfit  # else no program has failed
-        if result is None and ran and not (policy.plain or failure_record.sessions(folder)):
+        # A rank may fail before its session; and if a host is unfit, no program has failed.
+        resumes = resumes or bool(failure_record.sessions(folder))
+        if result is None and not (resumes or end.unfit):
             result = failure
         ranks = sum(hosts.ranks(host) for host in used)
         if result is None and (ranks < policy.least or not used):

@@ -273,6 +273,17 @@ def test_program_without_a_session_is_started_again_only_with_retry(tmp_path):
     assert len(hosts.attempts) == 2
 
 
+def test_rank_that_fails_before_its_session_is_no_plain_program_if_it_had_one_before(tmp_path):
+    exit_status, hosts = run_attempts(
+        tmp_path,
+        ended(None, step=10, first=failed(137)),
+        ended(None, session=False, first=failed(134)),
+        ended(0, step=20),
+    )
+    assert exit_status == (0, "why")
+    assert len(hosts.attempts) == 3
+
+
 def test_first_attempt_that_a_signal_killed_is_tried_again(tmp_path, capsys):
     exit_status, hosts = run_attempts(tmp_path, ended(None, first=failed(137)), ended(0))
     assert exit_status == (0, "why")

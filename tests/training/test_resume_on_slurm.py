@@ -453,6 +453,7 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     assert done.returncode == 0, done.stderr
     assert job.ended() == ("COMPLETED", 0, 0), job.log
     sys.stdout.write(f"{done.stdout}\n{job.run.summary.read_text()}\n{faults.lost(job.run.path)}\n")
+    assert len(job.begins()) > 1, done.stdout + done.stderr
     check_finished(job, options)
     assert not processes.having(str(SURVIVOR))
 

@@ -98,7 +98,7 @@ def run(
         if done is None:
             break
         happened += 1
-        report(f"{fault.kind:8}{done}")
+        report(f"{fault.kind}: {done}")
     return happened
 
 
@@ -149,4 +149,4 @@ def _hurt(number: str, fault: Fault, host: str, env: Mapping[str, str]) -> str:
         done = commands.run(step, _SECONDS_FOR_A_STEP, env)
     except commands.NoAnswerError:
         return ""
-    return f"{done.stdout.strip()} on {host}" if done.stdout.strip() else ""
+    return done.stdout.strip()

@@ -16,7 +16,7 @@ from hpctrain.cluster import env_vars, proc
 __all__ = ["main", "ranks"]
 
 _RANK = "HPCTRAIN_RANK"
-_OF_THE_HOST = ("SLURM_JOB_ID", "SLURMD_NODENAME")
+_JOB = "SLURM_JOB_ID"
 
 
 def main() -> None:
@@ -39,8 +39,7 @@ def ranks(env: Mapping[str, str]) -> dict[int, int]:
     found: dict[int, dict[str, str]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         environ = proc.environment(int(path.name)) or {}
-        same = all(environ.get(name) == env.get(name) for name in _OF_THE_HOST)
-        if same and environ.get(_RANK, "").isdecimal():
+        if environ.get(_JOB) == env.get(_JOB) and environ.get(_RANK, "").isdecimal():
             found[int(path.name)] = environ
     attempts = {pid: environ.get(env_vars.START, "") for pid, environ in found.items()}
     first = min(attempts.values(), key=_number, default="")
