@@ -1,7 +1,7 @@
 """Files that ranks write for their launcher: whether a session opened, when and how it failed.
 
     FOLDER/session-RANK     the rank has opened a session; the name of its host
-    FOLDER/modules          modules of `SLOW` that rank 0 had imported then, a line each
+    FOLDER/modules          modules that the ranks of a next attempt import before they are needed
     FOLDER/failure-RANK     JSON with the fields of `Failure`
     FOLDER/memory-step      step of the first copy of the state in memory
     FOLDER/shown            process id of the rank whose traceback is on standard error
@@ -47,6 +47,8 @@ __all__ = [
 
 # Modules whose import takes seconds.
 SLOW = ("hpctrain.training.session", "torchvision", "horovod.torch")
+# torch imports it when deterministic algorithms are switched on, else in an optimizer's first step.
+_LATER = "torch._dynamo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,11 @@ class Failure:
 def note_session(rank: int, env: Mapping[str, str]) -> None:
     """Record that this rank has opened a session."""
     if rank == 0:
-        _write(env, "modules", "\n".join(name for name in SLOW if name in sys.modules))
+        _write(
+            env,
+            "modules",
+            "\n".join([*(name for name in SLOW if name in sys.modules), _LATER]),
+        )
     _write(env, f"session-{rank}", env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0])
 
 
@@ -152,7 +158,7 @@ def is_open(folder: Path) -> bool:
 
 
 def modules(folder: Path) -> list[str]:
-    """Return the modules of `SLOW` that rank 0 had imported when it opened its session."""
+    """Return the modules that rank 0 has imported or will import, and that take seconds."""
     try:
         return (folder / "modules").read_text().split()
     except OSError:
