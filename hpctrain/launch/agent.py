@@ -216,6 +216,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         if stores is not None:
             end = replace(end, connected=stores.used)
     finally:
+        shared_memory.keep(env.get(env_vars.MEMORY, ""))
         if stores is not None:
             stores.close()
     _write(end, plan, str(met.world.node_rank))

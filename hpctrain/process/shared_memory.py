@@ -11,13 +11,17 @@ import os
 import re
 import shutil
 import stat
+import time
 from pathlib import Path
 
 from hpctrain.cluster import env_vars, proc
 
-__all__ = ["folder_of", "make", "place_in", "remove", "remove_abandoned"]
+__all__ = ["folder_of", "keep", "make", "place_in", "remove", "remove_abandoned"]
 
 _TOP = Path("/dev/shm")  # noqa: S108, as `make` checks the folder in it
+
+# Between two attempts no process of a launch may be on the host.
+_SECONDS_BETWEEN_ATTEMPTS = 300.0
 
 
 def folder_of(launch: str) -> Path:
@@ -52,13 +56,27 @@ def remove(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep(folder: str) -> None:
+    """Mark a folder as in use by a launch whose attempt ends now; there may be none."""
+    with contextlib.suppress(OSError):
+        os.utime(folder, follow_symlinks=False)
+
+
 def remove_abandoned(own: str) -> None:
     """Remove the folders of this user's launches that have no process on this host any more.
+
+    A folder that was made or marked in the last five minutes stays: its next attempt may follow.
 
     Args:
         own: folder of this launch, which stays; empty for none.
     """
-    found = {str(one) for one in _TOP.glob(f"hpctrain-{os.getuid()}-*")} - {own}
+    before = time.time() - _SECONDS_BETWEEN_ATTEMPTS
+    found = set()
+    for folder in _TOP.glob(f"hpctrain-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_mtime < before:
+                found.add(str(folder))
+    found.discard(own)
     if not found:
         return
     for name in os.listdir("/proc"):

@@ -56,9 +56,14 @@ def test_places_of_hosts_and_of_run_directories_differ(top):
 
 def test_folders_without_a_process_are_removed(top):
     own, used, unused = map(shared_memory.folder_of, ("own", "used", "unused"))
+    new, kept = map(shared_memory.folder_of, ("new", "kept"))
     other = top / f"hpctrain-{os.getuid() + 1}-x"
-    for folder in (own, used, unused, other):
+    for folder in (own, used, unused, new, kept, other):
         (folder / "place").mkdir(parents=True)
+        if folder != new:
+            os.utime(folder, (1e9, 1e9))
+    shared_memory.keep(str(kept))
+    shared_memory.keep("")
     process = subprocess.Popen(
         ["cat"], env={"HPCTRAIN_MEMORY": str(used)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -69,4 +74,4 @@ def test_folders_without_a_process_are_removed(top):
         shared_memory.remove_abandoned(str(own))
     finally:
         process.communicate()
-    assert set(top.iterdir()) == {own, used, other}
+    assert set(top.iterdir()) == {own, used, new, kept, other}
