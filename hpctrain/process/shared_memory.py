@@ -82,8 +82,8 @@ def remove_abandoned(own: str) -> None:
     for name in os.listdir("/proc"):
         if name.isdecimal():
             found.discard((proc.environment(int(name)) or {}).get(env_vars.MEMORY, ""))
-    for folder in found:
-        remove(Path(folder))
+    for left in found:
+        remove(Path(left))
 
 
 def _is_own(status: os.stat_result) -> bool:
