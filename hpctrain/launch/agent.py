@@ -272,10 +272,15 @@ def _watched(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[s
         return _run(plan, met, point, env)
     events: supervisor.Events = queue.SimpleQueue()
     watch = HostWatch(met, lambda: events.put(signal.SIGKILL))
+    # When one agent has ended, srun ends the others, which still have to find out which host is
+    # lost and to write it.
+    before = signal.signal(signal.SIGTERM, lambda number, _: events.put(number))
     try:
         end = _run(plan, met, point, env, events, watch.look)
     finally:
         watch.close()
+        if plan.temporary:
+            signal.signal(signal.SIGTERM, before)
     if not watch.lost or not end.code:
         return end
     if plan.temporary and (met.world.rank == 0 or watch.lost == met.roster.hosts[0]):

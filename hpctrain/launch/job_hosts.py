@@ -67,6 +67,7 @@ class JobHosts(ABC):
         self._counts = counts
         self._inside = inside or Inside()
         self._standby: Standby | None = None
+        self._ending: list[Standby] = []
 
     def ranks(self, host: str) -> int:
         """Return the number of ranks of a host; 1 if its agent decides."""
@@ -94,6 +95,7 @@ class JobHosts(ABC):
             attempt = replace(attempt, folder=standby.folder)
         elif standby is not None:
             standby.end()
+            self._ending.append(standby)
             standby = None
         stop_file = _stop_file(attempt)
         if attempt.stopping:
@@ -146,7 +148,11 @@ class JobHosts(ABC):
         """End the ranks that wait for an attempt."""
         if self._standby is not None:
             self._standby.end()
+            self._ending.append(self._standby)
             self._standby = None
+        for standby in self._ending:
+            standby.wait()
+        self._ending.clear()
 
     def _preparation(
         self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None
@@ -236,7 +242,7 @@ class _Ends:
         self._seconds += bool(end.code or end.suspects)
         # A lost host cannot tell its end.
         self.given_up = self._seconds >= _SECONDS_FOR_ENDS or (
-            bool(end.suspects) and self._seconds > 1 and len(known) >= self._hosts - 1
+            bool(end.suspects) and len(known) >= self._hosts - 1
         )
         return self.given_up
 

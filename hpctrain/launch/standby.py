@@ -86,12 +86,16 @@ class Standby:
         return True
 
     def end(self) -> None:
-        """End the ranks, which are not needed."""
+        """Let the ranks end, which are not needed; srun may wait for a lost host meanwhile."""
         process = self.rank.process
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
         process.terminate()
+
+    def wait(self) -> None:
+        """Wait for the end of the ranks, up to five seconds."""
+        process = self.rank.process
         try:
             process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:

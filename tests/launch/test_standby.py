@@ -69,6 +69,7 @@ def test_begin_of_ranks_that_wait(tmp_path):
     assert waiting.begin(["a", "b"])
     assert int(waiting.rank.process.stdout.read()) >= 1024  # a byte for each rank of a host
     waiting.end()
+    waiting.wait()
     assert not waiting.begin(["a", "b"])
 
 
@@ -76,5 +77,6 @@ def test_begin_of_ranks_that_wait(tmp_path):
 def test_end_of_ranks_that_are_not_needed(tmp_path, words):
     waiting = standby(tmp_path, *words)
     waiting.end()
+    waiting.wait()
     assert waiting.rank.process.returncode is not None
     assert not waiting.begin(["a", "b"])

@@ -388,8 +388,9 @@ def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
         (cluster.mend if loss == "cut" else cluster.power_on)("node3")
     assert "attempt 2: 3 of 4 hosts, without node3" in job.log
     lost = check_finished(job, options)
-    # After a crash the other ranks notice it at once, and the ranks of the lost host end later.
-    assert (lost["queue"], lost["redo"] > 0, lost["detect"] + lost["stop"] > 5) == (0, True, True)
+    # The end of a process shows at once; that of a network does not.
+    found = lost["detect"] + lost["stop"]
+    assert (lost["queue"], lost["redo"] > 0, found > 7) == (0, True, loss == "cut")
     last = json.loads(job.run.starts.read_text().splitlines()[-1])
     assert last["world"]["hosts"] == ["node1", "node2", "node4"]
 
