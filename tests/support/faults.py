@@ -101,7 +101,7 @@ class References:
             here = os.getcwd()
             os.chdir(path.parent)
             try:
-                done = start(size, *options, hurt=hurt)
+                done = start(size, *options, hurt=hurt, timeout=1800.0)  # of many epochs
             finally:
                 os.chdir(here)
             ranks.values(done.results)
