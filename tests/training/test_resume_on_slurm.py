@@ -7,6 +7,7 @@ with have as many ranks on this machine.
 import importlib.util
 import json
 import os
+import random
 import re
 import shlex
 import sys
@@ -455,6 +456,55 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     assert job.ended() == ("COMPLETED", 0, 0), job.log
     sys.stdout.write(f"{done.stdout}\n{job.run.summary.read_text()}\n{faults.lost(job.run.path)}\n")
     assert len(job.begins()) > 1, done.stdout + done.stderr
+    check_finished(job, options)
+    assert not processes.having(str(SURVIVOR))
+
+
+MIXED = ("kill", "segv", "stop", "step", "usr2", "requeue", "cut", "crash")
+
+
+@pytest.mark.slow
+def test_mixed_faults(cluster, check_finished):
+    """Kill and stop ranks, end their step, preempt the job, cut and crash hosts, in random order.
+
+    The clocks of the hosts are those of this machine, so they cannot jump.
+    """
+    count, draw = int(os.environ.get("TEST_CHAOS_FAULTS", "3")), random.Random(7)
+    kinds = [kind for _ in range(count) for kind in draw.sample(MIXED, len(MIXED))][:count]
+    options = ("--epochs", str(5 + 10 * count), "--checkpoint-every", "10")
+    more = ("--no-kill", "--requeue", "--open-mode=append")
+    script = (*options, "--pace", "0.2")
+    job = run_command(cluster, *more, nodes=4, run=("--spares", 1), script=script)
+    job.until(lambda: job.steps() > 10)
+
+    def hurt(number, kind):
+        if kind in {"cut", "crash"}:
+            batch = job.facts["BatchHost"]
+            used = json.loads(job.run.starts.read_text().splitlines()[-1])["world"]["hosts"]
+            host = draw.choice([host for host in used if host != batch])
+            getattr(cluster, kind)(host)
+            return host
+        words = ["chaos", job.number, "--count", "1", "--kinds", kind, "--mean", "1"]
+        command = [launches.PYTHON, "-m", "hpctrain", *words, "--seed", str(number)]
+        done = cluster.run(command, env=launches.on_cluster(cluster), timeout=700)
+        assert done.returncode == 0, done.stderr
+        return ""
+
+    def furthest():
+        return max(line["step"] for line in job.run.lines(job.run.path / "ledger-0.jsonl"))
+
+    for number, kind in enumerate(kinds):
+        starts, step, since = len(job.begins()), furthest(), time.time()
+        lost = hurt(number, kind)
+        try:
+            job.until(lambda: len(job.begins()) > starts and furthest() > step, 400)
+        finally:
+            if lost:
+                (cluster.mend if kind == "cut" else cluster.power_on)(lost)
+        sys.stdout.write(f"{kind} {lost}: {time.time() - since:.1f} s\n")
+        sys.stdout.flush()
+    assert job.ended(900)[:2] == ("COMPLETED", 0), job.log
+    sys.stdout.write(job.run.summary.read_text())
     check_finished(job, options)
     assert not processes.having(str(SURVIVOR))
 
