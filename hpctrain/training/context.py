@@ -13,15 +13,12 @@ from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.backends.base import Backend
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
-from hpctrain.data import (
-    Placement,
-    SharedLoader,
-    SharedStream,
-    Sharing,
-    TrainingSampler,
-    batch_size,
-    share,
-)
+from hpctrain.data import TrainingSampler
+from hpctrain.data.epochs import share
+from hpctrain.data.feed import Placement
+from hpctrain.data.own_loaders import batch_size
+from hpctrain.data.shared_loader import SharedLoader, Sharing
+from hpctrain.data.shared_stream import SharedStream
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process.events import Events

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain import data, errors
 from hpctrain.arguments import Given, Options, named
 from hpctrain.cluster import env_vars, launchers
+from hpctrain.data.epochs import SHARED
+from hpctrain.data.loader import check_arguments
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
@@ -191,7 +193,7 @@ class Session(Collectives):
                 read values which an option changes; or another rank does something else.
         """
         for thing in things:
-            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, *data.SHARED)):
+            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, *SHARED)):
                 raise UsageError(
                     "HT606",
                     f"prepare() got a {type(thing).__name__}",
@@ -268,7 +270,7 @@ class Session(Collectives):
             UsageError: the data set is smaller than one step, or the session sets an argument
                 itself.
         """
-        data.check_arguments(dataset, train, batch_size, drop_last, arguments)
+        check_arguments(dataset, train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
         self._context.datasets.append(dataset)
         sampler: data.TrainingSampler | data.EvaluationSampler

@@ -23,12 +23,11 @@ from hpctrain.data import (
     EvaluationSampler,
     Images,
     Loader,
-    Placement,
     TrainingSampler,
     augmentation,
     load,
 )
-from hpctrain.data.feed import feed
+from hpctrain.data.feed import Placement, feed
 from hpctrain.errors import UsageError
 from hpctrain.process.pytree import map_tensors
 
