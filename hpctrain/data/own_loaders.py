@@ -157,7 +157,7 @@ _FIRST_SEED = "_hpctrain_seed"
 def samples(batch: Any) -> int | None:
     """Return the number of samples of a batch: the length of its first tensor; None without one."""
     tensors = _tensors(batch)
-    return len(torch.atleast_1d(tensors[0])) if tensors else None
+    return tensors[0].shape[:1].numel() if tensors else None
 
 
 def _tensors(batch: Any) -> list[Tensor]:

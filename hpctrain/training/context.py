@@ -116,11 +116,5 @@ class Context:
             if size is not None and not given:
                 self.adopted = True
                 options = replace(options, batch_size=size)
-                self.batches = batches = plan_batches(options, self.world.world_size)
-                logger.info(
-                    "the batch size is that of the DataLoader: global batch %d = %d × %d × %d",
-                    batches.global_batch,
-                    batches.batch_size,
-                    batches.accumulate,
-                    self.world.world_size,
-                )
+                self.batches = plan_batches(options, self.world.world_size)
+                logger.info("the batch size is that of the DataLoader: %s", self.batches)

@@ -23,7 +23,7 @@ from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import EVALUATING, IDLE, WAITING
+from hpctrain.process.phases import EVALUATING, IDLE
 from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
@@ -133,7 +133,7 @@ class Session(Collectives):
         random_states.seed(options.seed, self.device, options.seed_everything)
         world = self.world
         logger.info(
-            "%d rank%s on %s by %s, %s over %s, %s, global batch %d = %d × %d × %d",
+            "%d rank%s on %s by %s, %s over %s, %s, %s",
             world.world_size,
             "s" if world.world_size > 1 else "",
             ", ".join(world.hosts or ()),
@@ -141,10 +141,7 @@ class Session(Collectives):
             self.backend.name,
             self.backend.transport if world.world_size > 1 else self.device,
             self.precision.name,
-            self.batches.global_batch,
-            self.batches.batch_size,
-            self.batches.accumulate,
-            world.world_size,
+            self.batches,
         )
 
     @property
@@ -444,9 +441,7 @@ class Session(Collectives):
 
     def _meet(self, doing: str) -> None:
         """Wait for all ranks before an exchange that belongs to an evaluation."""
-        self._events.phase(WAITING)
-        meet(self.backend, doing)
-        self._events.phase(EVALUATING)
+        meet(self.backend, doing, self._events, EVALUATING)
 
     def _align(self) -> None:
         self._gathered = False

@@ -372,9 +372,7 @@ class Run:
             length = shared.steps
             loader = shared if inner is loader else loader  # a bar has it inside
         steps = "some" if length is None else length
-        self._events.phase(WAITING)
-        meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
-        self._events.phase(IDLE)
+        meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps", self._events)
         self._plan(length)
         iterator = begin_epoch(loader, context.placement, self._batches)
         if shared is None:
@@ -391,9 +389,8 @@ class Run:
             inner: what is in the loader, if it is a tqdm bar, else the loader.
         """
         context = self._context
-        self._events.phase(WAITING)
-        meet(context.backend, f"the batches of epoch {self.epoch} of a loader of the script")
-        self._events.phase(IDLE)  # to read the earlier batches again takes its time
+        doing = f"the batches of epoch {self.epoch} of a loader of the script"
+        meet(context.backend, doing, self._events)
         shared = context.share(inner)
         own_loaders.check_own(shared.source, context.options, context.batches, shared.parts)
         state, self._stream_state = self._stream_state, None
@@ -422,9 +419,7 @@ class Run:
                 "its own samples; session.sum(), or --backend ddp"
             )
         hosts = context.roster.host_names
-        self._events.phase(WAITING)
-        meet(context.backend, "the first call of run.batches()")
-        self._events.phase(IDLE)
+        meet(context.backend, "the first call of run.batches()", self._events)
         prepare.refuse_other_data(context.backend, hosts, context.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
