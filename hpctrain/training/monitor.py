@@ -96,9 +96,9 @@ class Monitor:
         Args:
             heartbeat: heartbeat function of the watchdog.
         """
-        enter = self._clock.enter if isinstance(self._clock, DeviceClock) else None
-        if enter is None:
+        if not isinstance(self._clock, DeviceClock):
             return heartbeat
+        enter = self._clock.enter
 
         def both(phase: int) -> None:
             heartbeat(phase)

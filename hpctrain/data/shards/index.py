@@ -1,7 +1,7 @@
 """Index of a split in tar files: the position of each image, and the tar files it belongs to.
 
 SPLIT.index is JSON with `format` ("hpctrain shards 2"), `classes` (names), `shards` (name, bytes
-and number of samples of each tar file, in order), and `rows`: in base64, a row of 24 bytes for each
+and number of samples of each tar file, in order), and `rows`: in base64, a row of 28 bytes for each
 sample, little-endian, with the fields of `Row`.
 """
 
@@ -18,28 +18,30 @@ from typing import NamedTuple
 from hpctrain import rundir
 from hpctrain.errors import UsageError
 
-__all__ = ["BLOCK", "Index", "Row", "Shard", "pack", "path_of", "shard_paths", "sign"]
+__all__ = ["BLOCK", "Index", "Row", "Shard", "pack", "path_of", "shard_paths"]
 
 BLOCK = 512  # bytes of a block of a tar file
 _FORMAT = "hpctrain shards 2"
-_ROW = struct.Struct("<QIIiI")
+_ROW = struct.Struct("<QIIIII")
 
 
 class Row(NamedTuple):
     """Position of a sample in its tar file.
 
     Attributes:
-        offset: offset of the image's bytes.
-        size: number of these bytes.
+        start: offset of the first header of its image and its .cls.
+        length: number of bytes from there to the end of both.
+        at: number of bytes from there to the image's bytes.
+        size: number of bytes of the image.
         target: class.
-        label: number of blocks from the begin of the image to the begin of its .cls.
-        sign: `sign` of the headers and the class.
+        sign: CRC-32 of all but the image's bytes: both headers, the .cls, and what is between them.
     """
 
-    offset: int
+    start: int
+    length: int
+    at: int
     size: int
     target: int
-    label: int
     sign: int
 
 
@@ -80,25 +82,20 @@ class Index:
         """Return the position of a sample."""
         if not 0 <= number < len(self):
             raise IndexError(number)
-        return Row._make(_ROW.unpack_from(self._rows, number * _ROW.size))
+        return Row(*_ROW.unpack_from(self._rows, number * _ROW.size))
 
     def image(self, number: int, read: Callable[[int, int], bytes]) -> bytes | None:
         """Return an image, or None if its tar file is another one than that of the index.
 
         Args:
             number: number of the sample.
-            read: function from a number of bytes and an offset to these bytes of the tar file. It
-                is called once, for image and .cls with their headers and everything between them.
+            read: function from a number of bytes and an offset to these bytes of the tar file;
+                called once.
         """
-        image, size, _, label, signed = self.row(number)
-        start = min(image, image + label * BLOCK) - BLOCK
-        end = max(image + size, image + (label + 1) * BLOCK)
-        data = read(end - start, start)
-        image -= start
-        label = image + label * BLOCK
-        head, classed = data[image - BLOCK : image], data[label - BLOCK : label + BLOCK]
-        fits = len(data) == end - start and sign(head, classed) == signed
-        return data[image : image + size] if fits else None
+        row = self.row(number)
+        data, end = read(row.length, row.start), row.at + row.size
+        fits = len(data) == row.length and zlib.crc32(data[: row.at] + data[end:]) == row.sign
+        return data[row.at : end] if fits else None
 
     def write(self, path: Path) -> None:
         """Write the file, completely or not at all."""
@@ -138,11 +135,6 @@ class Index:
 def pack(row: Row) -> bytes:
     """Return the bytes of a row."""
     return _ROW.pack(*row)
-
-
-def sign(image: bytes, label: bytes) -> int:
-    """Return a checksum of an image's tar header, and of the header and first block of its .cls."""
-    return zlib.crc32(label, zlib.crc32(image))
 
 
 def path_of(folder: Path, split: str) -> Path:

@@ -10,13 +10,14 @@ import os
 import re
 import struct
 import tarfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from hpctrain.data.shards.folders import is_image
-from hpctrain.data.shards.index import BLOCK, Index, Row, Shard, pack, shard_paths, sign
+from hpctrain.data.shards.index import BLOCK, Index, Row, Shard, pack, shard_paths
 from hpctrain.errors import UsageError
 
 __all__ = ["DAMAGE", "build_index"]
@@ -92,11 +93,10 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
         labels = []
         for member in members:
             if _split(member)[1] == "cls":
-                block = os.pread(file.fileno(), 2 * BLOCK, member.offset_data - BLOCK)
+                text = os.pread(file.fileno(), min(member.size, BLOCK), member.offset_data)
                 # A class is an index in a list of names, so a larger number is invalid.
-                text = block[BLOCK : BLOCK + member.size].strip()
-                if number := re.fullmatch(rb"0*(\d{1,7})", text):
-                    labels.append((member, block, int(number[1])))
+                if number := re.fullmatch(rb"0*(\d{1,7})", text.strip()):
+                    labels.append((member.offset_data, int(number[1])))
         if len(images) != 1 or len(labels) != 1:
             raise UsageError(
                 "HT520",
@@ -106,10 +106,14 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
                 "first dot",
                 "hpctrain shards make FOLDER TARGET (makes such tar files of a folder)",
             )
-        (image,), ((label, block, target),) = images, labels
-        head = os.pread(file.fileno(), BLOCK, image.offset_data - BLOCK)
-        blocks = (label.offset_data - image.offset_data) // BLOCK
-        yield key, Row(image.offset_data, image.size, target, blocks, sign(head, block))
+        (image,), ((label, target),) = images, labels
+        begin = image.offset_data
+        end = begin + image.size
+        first, last = min(begin, label) - BLOCK, max(end, label + BLOCK)
+        rest = os.pread(file.fileno(), begin - first, first)
+        rest += os.pread(file.fileno(), last - end, end)
+        row = Row(first, last - first, begin - first, image.size, target, zlib.crc32(rest))
+        yield key, row
 
 
 def _split(member: tarfile.TarInfo) -> tuple[str, str]:

@@ -68,7 +68,8 @@ class ShardSource:
 
     def name(self, index: int) -> str:
         """Return the tar file of an image, and the image's name in that file."""
-        path, offset = self._paths[self._shard(index)], self._index.row(index).offset
+        path, row = self._paths[self._shard(index)], self._index.row(index)
+        offset = row.start + row.at
         try:
             with tarfile.open(path, "r:") as tar:
                 name = next(member.name for member in tar if member.offset_data == offset)
