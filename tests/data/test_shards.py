@@ -208,6 +208,12 @@ def test_shard_index_without_one_of_the_tar_files_is_refused(shards_folder):
     assert caught.value.code == "HT521"
 
 
+def flip(content, before):
+    """Return a file with another letter or digit a little after `before`."""
+    at = content.index(before) + len(before) + 2
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
 def test_damaged_shard_index_is_refused(shards_folder):
     path = shards_folder / "val.index"
     written = path.read_bytes()
@@ -217,6 +223,8 @@ def test_damaged_shard_index_is_refused(shards_folder):
         b"[]",
         written.replace(b"shards 2", b"shards 1"),
         written.replace(b'"samples": ', b'"samples": 1'),
+        flip(written, b'"rows": "'),
+        flip(written, b'"classes": ["'),
     ):
         assert content != written
         path.write_bytes(content)

@@ -1,8 +1,8 @@
 """Index of a split in tar files: the position of each image, and the tar files it belongs to.
 
 SPLIT.index is JSON with `format` ("hpctrain shards 2"), `classes` (names), `shards` (name, bytes
-and number of samples of each tar file, in order), and `rows`: in base64, a row of 28 bytes for each
-sample, little-endian, with the fields of `Row`.
+and number of samples of each tar file, in order), `rows` (in base64, a row of 28 bytes for each
+sample, little-endian, with the fields of `Row`) and `sum` (CRC-32 of the JSON of all this).
 """
 
 import base64
@@ -105,7 +105,7 @@ class Index:
             "shards": [asdict(shard) for shard in self.shards],
             "rows": base64.b64encode(self._rows).decode(),
         }
-        rundir.replace(path, json.dumps(content))
+        rundir.replace(path, json.dumps({**content, "sum": _sum(content)}))
 
     @classmethod
     def read(cls, path: Path) -> "Index":
@@ -118,6 +118,8 @@ class Index:
             content = json.loads(path.read_bytes())
             if content["format"] != _FORMAT:
                 raise ValueError(f"it has the format {content['format']}")
+            if content.pop("sum") != _sum(content):
+                raise ValueError("its checksum does not fit")
             shards = [Shard(**shard) for shard in content["shards"]]
             index = cls(content["classes"], shards, base64.b64decode(content["rows"]))
             if len(index) != sum(shard.samples for shard in shards):
@@ -130,6 +132,10 @@ class Index:
                 f"rm {path} && hpctrain shards index {path.parent}",
             ) from None
         return index
+
+
+def _sum(content: dict[str, object]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def pack(row: Row) -> bytes:
