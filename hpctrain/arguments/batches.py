@@ -16,6 +16,11 @@ class Batches:
     batch_size: int
     accumulate: int
 
+    def __str__(self) -> str:
+        size = self.batch_size * self.accumulate
+        factors = f"{self.batch_size} × {self.accumulate} × {self.global_batch // size}"
+        return f"global batch {self.global_batch} = {factors}"
+
 
 def plan_batches(opts: Options, world_size: int) -> Batches:
     """Compute the sizes that the options do not give.

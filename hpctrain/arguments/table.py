@@ -70,8 +70,8 @@ class Options:
         "--data",
         None,
         "data set: a folder, or a name: digits, fashion-mnist, mnist, "
-        "synthetic. A name is searched for in $HPCTRAIN_DATA/NAME, then "
-        "/usr/share/datasets/NAME",
+        "synthetic. A name is searched for in $HPCTRAIN_DATA, then in this "
+        "folder, then in /usr/share/datasets",
         metavar="PATH|NAME",
         parsed="digits",  # on the command line alone, as a Session itself does not read data
     )

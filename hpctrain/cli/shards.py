@@ -98,7 +98,7 @@ def _index(arguments: argparse.Namespace) -> int:
                 "tar files that can be read, and a folder that can be written",
             ) from None
         sys.stdout.write(
-            f"{path}: {len(index.offsets):,} images of {len(index.classes):,} classes in "
+            f"{path}: {len(index):,} images of {len(index.classes):,} classes in "
             f"{len(index.shards):,} tar files\n"
         )
     return 0

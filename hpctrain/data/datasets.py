@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hpctrain.cluster import env_vars
+from hpctrain.data.shards.layouts import places
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 
 __all__ = ["Images", "load"]
 
-_SYSTEM = Path("/usr/share/datasets")
 _BUNDLED = Path(__file__).parent / "digits"
 _NAMES = ("digits", "fashion-mnist", "mnist", "synthetic")
 _TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 # The folder itself, and the folders in which torchvision stores the files.
 _BELOW = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
-_FILES = {
-    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-}
+_FILES = (
+    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
 _UNSIGNED_BYTES = 0x08
 
 
@@ -86,9 +86,8 @@ def load(
 
     Args:
         name: `digits`, `fashion-mnist`, `mnist`, `synthetic`, another name of a folder, or a path.
-            A name is searched for in $HPCTRAIN_DATA (for a job's own copy), in the current folder
-            (except these four names), in /usr/share/datasets, and in the cache. `digits` is
-            searched for only in $HPCTRAIN_DATA, else taken from the package.
+            A name is searched for in $HPCTRAIN_DATA (for a job's own copy), in the current folder,
+            in /usr/share/datasets, and in the cache. The package itself has `digits`.
         download: download `mnist` or `fashion-mnist` to the cache if it is not found.
         env: environment with $HPCTRAIN_DATA and $HPCTRAIN_CACHE.
 
@@ -98,9 +97,8 @@ def load(
     if name == "synthetic":
         return _synthetic(4096, 0), _synthetic(1024, 1)
     try:
-        folder = _find(name, download, env)
-        train_images, train_targets = _read(folder, "train")
-        test_images, test_targets = _read(folder, "test")
+        files = _find(name, download, env)
+        train_images, train_targets, test_images, test_targets = map(_idx, files)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UsageError(
@@ -110,69 +108,54 @@ def load(
             + (", and a cache that can be written" if download else ""),
             "--data PATH of a folder that can be read",
         ) from None
-    if train_images.shape[1:] != test_images.shape[1:]:
-        sizes = (" × ".join(map(str, images.shape[1:])) for images in (train_images, test_images))
-        raise UsageError(
-            "HT513",
-            f"{folder}: training images of {' pixels and test images of '.join(sizes)}",
-            "one size of all images",
-            "fetch the files again",
-        )
     mean, std = _moments(train_images)
+    for images, targets in ((train_images, train_targets), (test_images, test_targets)):
+        if images.dim() != 3 or targets.shape != images.shape[:1]:
+            raise UsageError(
+                "HT513",
+                f"{files[0].parent}: images of shape {tuple(images.shape)} and labels of shape "
+                f"{tuple(targets.shape)}",
+                "as many labels as images",
+                "fetch the files again",
+            )
     return (
-        Images(train_images, train_targets, mean, std),
-        Images(test_images, test_targets, mean, std),
+        Images(train_images, train_targets.long(), mean, std),
+        Images(test_images, test_targets.long(), mean, std),
     )
 
 
-def _places(name: str, env: Mapping[str, str]) -> list[Path]:
-    """Return the folders to search for a data set, in order."""
-    if os.sep in name or name in (".", ".."):
-        return [Path(name).expanduser()]
-    own = [Path(env[env_vars.DATA], name)] if env.get(env_vars.DATA) else []
-    if name == "digits":
-        return [*own, _BUNDLED]
-    here = [Path(name)] if name not in _NAMES else []
-    return [*own, *here, _SYSTEM / name, _cache(env) / name]
+def _find(name: str, download: bool, env: Mapping[str, str]) -> list[Path]:
+    """Find the four files."""
+    cache = Path(env.get(env_vars.CACHE) or "~/.cache/hpctrain").expanduser() / "data" / name
+    searched = [*places(name, env), _BUNDLED if name == "digits" else cache]
+    files = _among(searched)
+    if not files and download and name in _TORCHVISION:
+        files = _download(name, cache)
+    if not files:
+        raise UsageError(
+            "HT510",
+            f"--data {name}: no data set in {', '.join(map(str, dict.fromkeys(searched)))}",
+            f"the files {', '.join(_FILES)} (or with .gz) in a folder, or one of "
+            f"{', '.join(_NAMES)}",
+            "apt-get install dataset-fashion-mnist" if name == "fashion-mnist" else "",
+            "--download" if name in _TORCHVISION else "",
+            "--data PATH of a folder that has them",
+        )
+    return files
 
 
-def _cache(env: Mapping[str, str]) -> Path:
-    cache = env.get(env_vars.CACHE) or os.path.join(os.path.expanduser("~"), ".cache", "hpctrain")
-    return Path(cache) / "data"
+def _among(searched: Sequence[Path]) -> list[Path]:
+    """Return the four files of the first folder that has them, or whose subfolder has them."""
+    for place in searched:
+        for folder in (place / below for below in _BELOW):
+            either = [(folder / name, folder / f"{name}.gz") for name in _FILES]
+            files = [next(filter(Path.is_file, names), None) for names in either]
+            if None not in files:
+                return [file for file in files if file]
+    return []
 
 
-def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
-    """Find the folder with the four files."""
-    places = _places(name, env)
-    if download and name in _TORCHVISION:
-        # Search the cache only under the lock: another rank may be downloading to it.
-        cache = places.pop()
-        found = _among(places)
-        return found if found is not None else _download(name, cache)
-    found = _among(places)
-    if found is not None:
-        return found
-    raise UsageError(
-        "HT510",
-        f"--data {name}: no data set in {', '.join(map(str, places))}",
-        f"the files {', '.join(f for files in _FILES.values() for f in files)} (or with .gz) in a "
-        f"folder, or one of {', '.join(_NAMES)}",
-        "apt-get install dataset-fashion-mnist" if name == "fashion-mnist" else "",
-        "--download" if name in _TORCHVISION else "",
-        "--data PATH of a folder that has them",
-    )
-
-
-def _among(places: Sequence[Path]) -> Path | None:
-    """Return the first folder with a data set in it, or in one of its subfolders."""
-    for place in places:
-        for below in _BELOW:
-            if _file(place / below, _FILES["train"][0]) is not None:
-                return place / below
-    return None
-
-
-def _download(name: str, target: Path) -> Path:
+def _download(name: str, target: Path) -> list[Path]:
     """Download a data set once for all ranks that share the cache; no partial files remain."""
     try:
         from torchvision import datasets
@@ -186,55 +169,21 @@ def _download(name: str, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_name(f".{name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = _among([target])
-        if found is not None:
-            return found
-        part = target.with_name(f".{name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        try:
-            getattr(datasets, _TORCHVISION[name])(part, download=True)
-        except (OSError, RuntimeError) as error:
-            raise UsageError(
-                "HT514",
-                f"--download of {name} failed: {error}",
-                "a connection to the data set's home",
-                "download it on a machine with a connection, and pass its folder with --data PATH",
-            ) from None
-        part.rename(target)
-    return target / _TORCHVISION[name] / "raw"
-
-
-def _file(folder: Path, name: str) -> Path | None:
-    for candidate in (folder / name, folder / f"{name}.gz"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read images and targets of one split."""
-    tensors = []
-    for name in _FILES[split]:
-        path = _file(folder, name)
-        if path is None:
-            raise UsageError(
-                "HT513",
-                f"{folder} has no {name} and no {name}.gz",
-                "all four files of the data set",
-                "fetch the missing file",
-                "--data PATH of another folder",
-            )
-        tensors.append(_idx(path))
-    images, targets = tensors
-    if images.dim() != 3 or targets.dim() != 1 or len(images) != len(targets) or not images.numel():
-        raise UsageError(
-            "HT513",
-            f"{folder}: {split} images of shape {tuple(images.shape)} and labels of shape "
-            f"{tuple(targets.shape)}",
-            "as many labels as images, at least one, of at least one pixel",
-            "fetch the files again",
-        )
-    return images, targets.long()
+        if not _among([target]):
+            part = target.with_name(f".{name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            try:
+                getattr(datasets, _TORCHVISION[name])(part, download=True)
+            except (OSError, RuntimeError) as error:
+                raise UsageError(
+                    "HT514",
+                    f"--download of {name} failed: {error}",
+                    "a connection to the data set's home",
+                    "download it on a machine with a connection, and pass its folder with --data "
+                    "PATH",
+                ) from None
+            part.rename(target)
+    return _among([target])
 
 
 def _idx(path: Path) -> Tensor:
@@ -243,22 +192,17 @@ def _idx(path: Path) -> Tensor:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zeros, kind, dimensions = struct.unpack_from(">HBB", data)
         shape = struct.unpack_from(f">{dimensions}I", data, 4)
-    except (OSError, EOFError, struct.error, zlib.error) as error:
-        raise UsageError(
-            "HT513", f"{path} is damaged: {error}", "a complete file", "fetch it again"
-        ) from None
-    start = 4 + 4 * dimensions
-    if zeros or kind != _UNSIGNED_BYTES or len(data) - start != math.prod(shape):
+        start = 4 + 4 * dimensions
+        if zeros or kind != _UNSIGNED_BYTES or not 0 < math.prod(shape) == len(data) - start:
+            raise ValueError(f"header of shape {shape}, but {len(data) - start} bytes follow")
+    except (gzip.BadGzipFile, EOFError, struct.error, zlib.error, ValueError) as error:
         raise UsageError(
             "HT513",
-            f"{path} is damaged: header of shape {shape}, but {len(data) - start} bytes follow",
-            "unsigned bytes in MNIST's format",
+            f"{path} is damaged: {error}",
+            "unsigned bytes in MNIST's format, at least one",
             "fetch it again",
-        )
-    if not math.prod(shape):
-        return torch.empty(shape, dtype=torch.uint8)  # frombuffer refuses an empty buffer
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start)
-    return flat.reshape(shape)
+        ) from None
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).reshape(shape)
 
 
 def _moments(images: Tensor) -> tuple[float, float]:

@@ -156,30 +156,29 @@ _FIRST_SEED = "_hpctrain_seed"
 
 def samples(batch: Any) -> int | None:
     """Return the number of samples of a batch: the length of its first tensor; None without one."""
-    found: list[int] = []
+    tensors = _tensors(batch)
+    return tensors[0].shape[:1].numel() if tensors else None
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
 
     def add(tensor: Tensor) -> Tensor:
-        found.append(len(tensor) if tensor.dim() else 1)
+        found.append(tensor)
         return tensor
 
     map_tensors(add, batch)
-    return found[0] if found else None
+    return found
 
 
 def fingerprint(batch: Any) -> str:
     """Return a digest of a batch's tensors, or of the batch; empty if it has none of a value."""
-    digest, count = hashlib.blake2b(digest_size=16), 0
-
-    def add(tensor: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
+    digest, tensors = hashlib.blake2b(digest_size=16), _tensors(batch)
+    for tensor in tensors:
         data = tensor.detach().cpu().contiguous()
         digest.update(repr((tensor.dtype, tensor.shape)).encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
-        return tensor
-
-    map_tensors(add, batch)
-    if not count:
+    if not tensors:
         try:
             digest.update(pickle.dumps(batch))
         except (pickle.PicklingError, TypeError, AttributeError):

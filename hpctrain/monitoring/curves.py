@@ -1,16 +1,17 @@
 """Curves of runs: values of metrics by step, in panels, and reduced to what a figure can show."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitoring.drawing import HEADS, is_number
 
-__all__ = ["Curve", "Floats", "History", "Panel", "Series", "collect", "is_step", "panels"]
+__all__ = ["Curve", "Floats", "History", "Panel", "Series", "collect", "panels"]
 
 Floats = NDArray[np.float64]
 
@@ -35,31 +36,21 @@ class Series:
         return steps[fine], values[fine]
 
 
-def is_step(value: Any) -> TypeGuard[int]:
-    """Return whether a value of a file is a step that a float can represent."""
-    return type(value) is int and 0 <= value <= 2**53
-
-
 def collect(
     rows: Iterable[Mapping[str, Any]],
 ) -> tuple[dict[str, Series], Mapping[str, Any]]:
     """Return the series of rows of metrics.jsonl by name, and the last row that has a step."""
-    series: dict[str, Series] = {}
+    series = defaultdict[str, Series](Series)
     last: Mapping[str, Any] = {}
     for row in rows:
         step = row.get("step")
-        if not is_step(step):
+        if type(step) is not int:
             continue
         last = row
         for name, value in row.items():
             if is_number(value) and name not in HEADS:
-                if name not in series:
-                    series[name] = Series()
                 series[name].steps.append(step)
-                try:
-                    series[name].values.append(value)
-                except OverflowError:  # an integer beyond all floats
-                    series[name].values.append(float("inf"))
+                series[name].values.append(value)
     return series, last
 
 

@@ -25,7 +25,6 @@ _FEW, _MARKED = 40, 8  # points that each have a marker; markers on a longer cur
 _INCHES = (4.2, 2.8)
 _LEGEND_LINE = 0.18
 _COLUMNS = 3  # panels beside each other in one figure
-_MOST_RESTARTS = 50  # per run; more lines would hide the curves
 # A loss above this multiple of its median would hide the rest of its curve on a linear axis.
 _SPREAD = 1000.0
 # Metrics of the machine, whose axes begin at zero: titles and formats.
@@ -35,14 +34,12 @@ _KNOWN: dict[str, tuple[str, Callable[[], Any]]] = {
     "data_wait": ("waiting for data (share of the time)", lambda: PercentFormatter(1.0)),
     "gpu_memory": ("GPU memory, peak of rank 0", lambda: EngFormatter("B")),
 }
-_INK, _GRID = "#22262b", "#d4d8dd"
+_GRID = "#d4d8dd"
 _RC: Any = {
     "axes.edgecolor": _GRID,
     "axes.grid": True,
-    "axes.labelcolor": _INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.axisbelow": True,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -54,9 +51,6 @@ _RC: Any = {
     "lines.markersize": 4,
     "savefig.dpi": 150,
     "svg.fonttype": "none",
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
 }
 
 
@@ -174,7 +168,7 @@ def _draw_curve(axes: Any, curve: Curve, number: int, alone: bool) -> Any:
     )
     if curve.per_point > 1:
         axes.fill_between(curve.steps, curve.low, curve.high, color=hue, alpha=0.2, linewidth=0)
-    for step in curve.restarts[-_MOST_RESTARTS:]:
+    for step in curve.restarts:
         axes.axvline(step, color=hue, linestyle=(0, (1, 2)), linewidth=1.0)
     if len(curve.missing):
         place, edge = axes.get_xaxis_transform(), np.ones_like(curve.missing)

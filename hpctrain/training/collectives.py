@@ -17,7 +17,7 @@ from hpctrain.backends.base import Backend
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.events import Events
-from hpctrain.process.phases import EVALUATING, IDLE, WAITING
+from hpctrain.process.phases import EVALUATING, WAITING
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.consensus import (
     ask,
@@ -305,9 +305,7 @@ class Collectives:
 
     def _wait(self, call: str) -> None:
         """Wait for all ranks before an exchange, and check that they make the same call."""
-        self._events.phase(WAITING)
-        meet(self.backend, call)
-        self._events.phase(IDLE)
+        meet(self.backend, call, self._events)
 
     def _agree(self, call: str) -> None:
         """Check that all ranks make the same call when it is new, as a check takes time."""

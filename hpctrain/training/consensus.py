@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from hpctrain.backends.base import Backend, Work
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import HpctrainError, UsageError, repeated
+from hpctrain.process.events import Events
+from hpctrain.process.phases import IDLE, WAITING
 
 __all__ = [
     "Answer",
@@ -117,18 +119,23 @@ class Consensus:
         return dict(zip(names, values, strict=True))
 
 
-def meet(backend: Backend, doing: str) -> None:
+def meet(backend: Backend, doing: str, events: Events | None = None, after: int = IDLE) -> None:
     """Wait for all ranks before an exchange, and check that all of them do the same.
 
     Args:
         backend: backend of the exchange.
         doing: what this rank does, for the error message.
+        events: receives the phases of the wait and after it.
+        after: phase after the wait.
 
     Raises:
         UsageError: the ranks do not do the same.
     """
+    events = events or Events()
+    events.phase(WAITING)
     if backend.world_size > 1:
         refuse_unlike_answers(ask(backend, doing))
+    events.phase(after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,12 @@ from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.backends.base import Backend
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
-from hpctrain.data import (
-    Placement,
-    SharedLoader,
-    SharedStream,
-    Sharing,
-    TrainingSampler,
-    batch_size,
-    share,
-)
+from hpctrain.data import TrainingSampler
+from hpctrain.data.epochs import share
+from hpctrain.data.feed import Placement
+from hpctrain.data.own_loaders import batch_size
+from hpctrain.data.shared_loader import SharedLoader, Sharing
+from hpctrain.data.shared_stream import SharedStream
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process.events import Events
@@ -119,11 +116,5 @@ class Context:
             if size is not None and not given:
                 self.adopted = True
                 options = replace(options, batch_size=size)
-                self.batches = batches = plan_batches(options, self.world.world_size)
-                logger.info(
-                    "the batch size is that of the DataLoader: global batch %d = %d × %d × %d",
-                    batches.global_batch,
-                    batches.batch_size,
-                    batches.accumulate,
-                    self.world.world_size,
-                )
+                self.batches = plan_batches(options, self.world.world_size)
+                logger.info("the batch size is that of the DataLoader: %s", self.batches)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.arguments import Options
+from hpctrain.arguments import Batches, Options
 from hpctrain.errors import exit_codes
 from hpctrain.monitoring import profiler, trackers
 from hpctrain.monitoring.profiler import Profile
@@ -96,9 +96,9 @@ class Monitor:
         Args:
             heartbeat: heartbeat function of the watchdog.
         """
-        enter = self._clock.enter if isinstance(self._clock, DeviceClock) else None
-        if enter is None:
+        if not isinstance(self._clock, DeviceClock):
             return heartbeat
+        enter = self._clock.enter
 
         def both(phase: int) -> None:
             heartbeat(phase)
@@ -147,18 +147,11 @@ class Monitor:
         Args:
             count: samples of the first micro-batch on this rank; speeds are computed from it.
         """
-        batches, size = self._context.batches, self._context.world.world_size
-        samples = count * batches.accumulate * size
-        if samples != self._samples:
-            self._samples = samples
-            logger.info(
-                "the loader's batches have %d samples: global batch %d = %d × %d × %d",
-                count,
-                samples,
-                count,
-                batches.accumulate,
-                size,
-            )
+        accumulate, size = self._context.batches.accumulate, self._context.world.world_size
+        batches = Batches(count * accumulate * size, count, accumulate)
+        if batches.global_batch != self._samples:
+            self._samples = batches.global_batch
+            logger.info("the loader's batches have %d samples: %s", count, batches)
 
     def step(self, step: int) -> None:
         """Record the end of a step, with the number of steps done."""

@@ -17,7 +17,7 @@ from hpctrain import checkpoint, optim
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
 from hpctrain.backends.transparent import Transparent
-from hpctrain.data import Placement
+from hpctrain.data.feed import Placement
 from hpctrain.errors import UsageError
 from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision

@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain import data, errors
 from hpctrain.arguments import Given, Options, named
 from hpctrain.cluster import env_vars, launchers
+from hpctrain.data.epochs import SHARED
+from hpctrain.data.loader import check_arguments
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import EVALUATING, IDLE, WAITING
+from hpctrain.process.phases import EVALUATING, IDLE
 from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
@@ -131,7 +133,7 @@ class Session(Collectives):
         random_states.seed(options.seed, self.device, options.seed_everything)
         world = self.world
         logger.info(
-            "%d rank%s on %s by %s, %s over %s, %s, global batch %d = %d × %d × %d",
+            "%d rank%s on %s by %s, %s over %s, %s, %s",
             world.world_size,
             "s" if world.world_size > 1 else "",
             ", ".join(world.hosts or ()),
@@ -139,10 +141,7 @@ class Session(Collectives):
             self.backend.name,
             self.backend.transport if world.world_size > 1 else self.device,
             self.precision.name,
-            self.batches.global_batch,
-            self.batches.batch_size,
-            self.batches.accumulate,
-            world.world_size,
+            self.batches,
         )
 
     @property
@@ -191,7 +190,7 @@ class Session(Collectives):
                 read values which an option changes; or another rank does something else.
         """
         for thing in things:
-            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, *data.SHARED)):
+            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, *SHARED)):
                 raise UsageError(
                     "HT606",
                     f"prepare() got a {type(thing).__name__}",
@@ -268,7 +267,7 @@ class Session(Collectives):
             UsageError: the data set is smaller than one step, or the session sets an argument
                 itself.
         """
-        data.check_arguments(dataset, train, batch_size, drop_last, arguments)
+        check_arguments(dataset, train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
         self._context.datasets.append(dataset)
         sampler: data.TrainingSampler | data.EvaluationSampler
@@ -442,9 +441,7 @@ class Session(Collectives):
 
     def _meet(self, doing: str) -> None:
         """Wait for all ranks before an exchange that belongs to an evaluation."""
-        self._events.phase(WAITING)
-        meet(self.backend, doing)
-        self._events.phase(EVALUATING)
+        meet(self.backend, doing, self._events, EVALUATING)
 
     def _align(self) -> None:
         self._gathered = False

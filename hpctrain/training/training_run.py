@@ -9,8 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain import data, optim
+from hpctrain import optim
 from hpctrain.cluster import env_vars
+from hpctrain.data import own_loaders
+from hpctrain.data.epochs import begin_epoch, counts_itself, steps_of_epoch
+from hpctrain.data.shared_loader import SharedLoader, weighed
+from hpctrain.data.shared_stream import SharedStream, end_together
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
 from hpctrain.process import random_states, seeds
@@ -360,26 +364,24 @@ class Run:
         context.stream = None
         for sampler in context.samplers:  # also those of loaders that the script has wrapped
             sampler.epoch, sampler.first = self.epoch, 0
-        accumulate, inner = context.batches.accumulate, data.without_bar(loader)
-        if data.counts_itself(inner):
-            length: int | None = data.steps_of_epoch(inner, accumulate)
+        accumulate, inner = context.batches.accumulate, own_loaders.without_bar(loader)
+        if counts_itself(inner):
+            length: int | None = steps_of_epoch(inner, accumulate)
         else:
             shared = self._share(loader, inner)
             length = shared.steps
             loader = shared if inner is loader else loader  # a bar has it inside
         steps = "some" if length is None else length
-        self._events.phase(WAITING)
-        meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
-        self._events.phase(IDLE)
+        meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps", self._events)
         self._plan(length)
-        iterator = data.begin_epoch(loader, context.placement, self._batches)
+        iterator = begin_epoch(loader, context.placement, self._batches)
         if shared is None:
             return iterator, length
         if shared.unequal:
-            iterator = data.end_together(iterator, context.backend, self._events)
-        return self._looked_at(data.weighed(iterator, self._events)), length
+            iterator = end_together(iterator, context.backend, self._events)
+        return self._looked_at(weighed(iterator, self._events)), length
 
-    def _share(self, loader: Any, inner: Any) -> data.SharedLoader | data.SharedStream:
+    def _share(self, loader: Any, inner: Any) -> SharedLoader | SharedStream:
         """Return a loader of the script as the ranks share it, at its place in this epoch.
 
         Args:
@@ -387,14 +389,13 @@ class Run:
             inner: what is in the loader, if it is a tqdm bar, else the loader.
         """
         context = self._context
-        self._events.phase(WAITING)
-        meet(context.backend, f"the batches of epoch {self.epoch} of a loader of the script")
-        self._events.phase(IDLE)  # to read the earlier batches again takes its time
+        doing = f"the batches of epoch {self.epoch} of a loader of the script"
+        meet(context.backend, doing, self._events)
         shared = context.share(inner)
-        data.check_own(shared.source, context.options, context.batches, shared.parts)
+        own_loaders.check_own(shared.source, context.options, context.batches, shared.parts)
         state, self._stream_state = self._stream_state, None
         shared.begin(self.epoch, self._batches, state if self._batches else None)
-        if isinstance(shared, data.SharedStream):
+        if isinstance(shared, SharedStream):
             context.stream = shared
         if inner is not loader:
             loader.iterable = shared
@@ -418,9 +419,7 @@ class Run:
                 "its own samples; session.sum(), or --backend ddp"
             )
         hosts = context.roster.host_names
-        self._events.phase(WAITING)
-        meet(context.backend, "the first call of run.batches()")
-        self._events.phase(IDLE)
+        meet(context.backend, "the first call of run.batches()", self._events)
         prepare.refuse_other_data(context.backend, hosts, context.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -428,7 +427,7 @@ class Run:
         first = next(batches, _END)
         if first is _END:
             return
-        count = data.samples(first)
+        count = own_loaders.samples(first)
         if count is not None and self._context.weight == 1.0:  # else a smaller step
             self._watch.see_samples(count)
         yield first

@@ -23,12 +23,11 @@ from hpctrain.data import (
     EvaluationSampler,
     Images,
     Loader,
-    Placement,
     TrainingSampler,
     augmentation,
     load,
 )
-from hpctrain.data.feed import feed
+from hpctrain.data.feed import Placement, feed
 from hpctrain.errors import UsageError
 from hpctrain.process.pytree import map_tensors
 
@@ -303,11 +302,6 @@ def remove_pixels(content):
     return content[:8] + bytes(8)
 
 
-@repack
-def change_shape(content):
-    return content[:8] + struct.pack(">II", 4, 16) + content[16:]
-
-
 @pytest.mark.parametrize("name", [TRAIN_IMAGES, TEST_LABELS])
 @pytest.mark.parametrize(
     "damage",
@@ -331,18 +325,12 @@ def test_damaged_data_set_file_is_refused(digits, name, damage):
     assert str(digits) in caught.value.found
     assert caught.value.exit_code == 2
     assert caught.value.fixes
-    missing = (damage, name) == (remove, TRAIN_IMAGES)  # without this file it is not a data set
-    assert caught.value.code == ("HT510" if missing else "HT513")
+    assert caught.value.code == ("HT510" if damage is remove else "HT513")
 
 
-def test_data_set_without_pixels_or_of_two_sizes_is_refused(digits):
-    original = (digits / f"{TEST_IMAGES}.gz").read_bytes()
+def test_data_set_without_pixels_is_refused(digits):
     remove_pixels(digits / f"{TEST_IMAGES}.gz")
-    with pytest.raises(UsageError, match=r"test images of shape \(360, 0, 0\)"):
-        load(str(digits), env={})
-    (digits / f"{TEST_IMAGES}.gz").write_bytes(original)
-    change_shape(digits / f"{TEST_IMAGES}.gz")
-    with pytest.raises(UsageError, match=r"8 × 8 pixels .* 4 × 16"):
+    with pytest.raises(UsageError, match=f"{TEST_IMAGES}.gz is damaged: header of shape"):
         load(str(digits), env={})
 
 

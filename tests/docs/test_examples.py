@@ -204,7 +204,7 @@ def test_imagenet_missing_data_shows_expected_layout(tmp_path, imagenet):
     args = imagenet.options().parse_args(["--data", str(tmp_path / "nothing")])
     with pytest.raises(UsageError, match="/nothing") as raised:
         imagenet.load(args)
-    assert "PATH/SPLIT/CLASS/*.jpg" in raised.value.expected
+    assert "PATH/train/CLASS/*.jpg" in raised.value.expected
 
 
 def test_imagenet_refuses_single_class(tmp_path, imagenet):

@@ -222,9 +222,9 @@ def test_report_escapes_every_name(tmp_path, browser):
 @pytest.mark.slow
 def test_report_of_a_running_job_with_bad_lines_and_numbers(tmp_path, browser):
     bad = [
-        {"step": 30, "loss": math.nan, "lr": 10**400},
+        {"step": 30, "loss": math.nan, "lr": math.inf},
         *({"step": 40, "loss": math.inf}, {"step": 50, "loss": 1e308}, {"step": 60, "loss": True}),
-        *({"step": "x", "loss": 3.0}, {"step": 2**70, "loss": 3.0}, {"loss": 3.0}),
+        *({"step": "x", "loss": 3.0}, {"loss": 3.0}),
         {"step": 70, "epoch": 1, "time": 1.7e9 + 70, "loss": 4.0},
     ]
     folder = run(tmp_path / "going-on", [*rows(2), *bad])
@@ -245,40 +245,6 @@ def test_report_of_a_running_job_with_bad_lines_and_numbers(tmp_path, browser):
     assert "Time of a step" not in text
 
 
-HUGE = 10**400
-A_RANK = {"hosts": ["a"], "data": [0.1], "forward": [0.1]}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        interval(data=(HUGE, 1, 1)),
-        *(
-            pytest.param(line, marks=pytest.mark.slow)
-            for line in (
-                interval(data=(1e308, 1, 1)),
-                interval(steps=HUGE),
-                interval(step_times={"80": HUGE}),
-                interval(step_times={"80": 2**53, "90": 5}),
-            )
-        ),
-    ],
-)
-def test_report_timings_with_huge_numbers(tmp_path, line):
-    folder = run(tmp_path / "huge", intervals=[line] * 2000)
-    assert report(folder) == 0
-    found = step_times.gather([line, {**interval(), **A_RANK}])
-    assert found.steps == 100  # of the line with a valid value for each rank
-    assert found.buckets.total() < 2**54
-
-
-@pytest.mark.slow
-def test_report_with_huge_throughput(tmp_path):
-    folder = run(tmp_path / "huge", summary={**DONE, "samples_per_second": HUGE})
-    assert report(folder) == 0
-    assert "more than 1e308 samples/s" in (folder / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -293,26 +259,12 @@ def test_report_with_huge_throughput(tmp_path):
     ],
     ids=["cut", "too deep", "empty"],
 )
-def test_report_with_an_unreadable_file_shows_the_rest(full_run, tmp_path, name, content, reason):
+def test_report_refuses_a_run_with_an_unreadable_file(full_run, name, content, reason, capsys):
     (full_run / f"{name}.json").write_text(content)
-    for arguments in ((full_run,), (full_run, run(tmp_path / "other", summary=DONE))):
-        assert report(*arguments, "--output", tmp_path / "page.html") == 0
-        text = (tmp_path / "page.html").read_text()
-        assert re.search(f"full: .*/{name}.json cannot be read: {reason}", text)
-        assert "full has not ended" not in text
-        assert ("not known" in text) == (name == "summary")
-        assert "resnet50" in text
-        assert 'alt="loss over steps:' in text
-
-
-@pytest.mark.slow
-def test_report_refuses_a_run_that_cannot_be_read(full_run, tmp_path, capsys):
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    (torn / "run.json").touch()
-    assert report(torn) == 2
-    assert "torn/run.json cannot be read: Expecting value" in capsys.readouterr().err
-    assert report(torn, full_run) == 0
+    assert report(full_run) == 2
+    error = capsys.readouterr().err
+    assert f"full/{name}.json cannot be read: {reason}" in error
+    assert "hpctrain explain HT701\n" in error
 
 
 def test_report_refuses_a_pipe(full_run, capsys):
@@ -368,12 +320,8 @@ def test_report_replaces_only_a_report(full_run, tmp_path, capsys):
     (full_run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.5}\n')
     assert report(full_run) == 0
     assert "1.5 at step 1" in page.read_text()
-    far = tmp_path / "far.html"
-    far.write_text(page.read_text())
     for replace in (
         lambda: page.write_text("<p>manually</p>"),
-        lambda: (page.unlink(), page.symlink_to(far)),
-        lambda: (page.unlink(), page.symlink_to("nothing")),
         lambda: (page.unlink(), os.mkfifo(page)),
     ):
         replace()
@@ -400,9 +348,9 @@ def test_report_refusals_come_with_a_fix(full_run, tmp_path, capsys, monkeypatch
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     for arguments, fix, code in (
-        (["no-such"], "there is no no-such", "HT655"),
+        (["no-such"], "no run is in no-such", "HT655"),
         (["folder"], "no run is in folder", "HT655"),
-        (["file"], "file cannot be read", "HT656"),
+        (["file"], "run.json cannot be read", "HT701"),
         ([full_run, "--output", "page"], "--output page.html", "HT654"),
         ([full_run, "--output", "file/page.html"], "--output FILE", "HT654"),
     ):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, its usual name
 from torch import Tensor
 
-from hpctrain.data.images.decoding import CorruptError, Decoder
+from hpctrain.data.images.decoding import Decoder
 from hpctrain.errors import UsageError
 
 __all__ = ["CenterCrop", "Crop", "RandomResizedCrop"]
@@ -149,20 +149,11 @@ class CenterCrop:
         Args:
             data: bytes of an image file.
             decoder: decoder for the bytes.
-
-        Raises:
-            CorruptError: the image is damaged, or so thin that it would have more pixels after
-                resizing than the decoder accepts.
         """
         pixels = decoder.decode(data)
         height, width = pixels.shape[1:]
         short = min(height, width)
         height, width = (self.resize * side // short for side in (height, width))
-        if decoder.refuses(height * width):
-            raise CorruptError(
-                f"resizing its shorter side from {short} to {self.resize} pixels would make an "
-                f"image of {height} × {width} pixels"
-            )
         image = _resized(pixels, height, width)
         # Round half to even, as torchvision does.
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)

@@ -29,10 +29,6 @@ class CorruptError(Exception):
 class Decoder(Protocol):
     """Interface of a decoder for images of all formats."""
 
-    def refuses(self, pixels: int) -> bool:
-        """Return whether an image of so many pixels is refused as a possible attack."""
-        ...
-
     def size(self, data: bytes) -> tuple[int, int]:
         """Return height and width, from the header of the file.
 
@@ -134,17 +130,13 @@ class SimpleJpeg:
     def __reduce__(self) -> tuple[type["SimpleJpeg"], tuple[()]]:
         return type(self), ()
 
-    def refuses(self, pixels: int) -> bool:
-        """Return whether Pillow refuses so many pixels."""
-        return self._other.refuses(pixels)
-
     def size(self, data: bytes) -> tuple[int, int]:
         """Return height and width."""
         try:
             height, width, *_ = self._jpeg.decode_jpeg_header(data)
         except ValueError:
             return self._other.size(data)
-        if self.refuses(height * width):
+        if self._other.refuses(height * width):
             return self._other.size(data)  # raises the error
         return height, width
 

@@ -3,21 +3,19 @@
 import bisect
 import os
 from array import array
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from typing import NoReturn
 
 from hpctrain.errors import DataError, UsageError
 
 __all__ = ["FolderSource", "is_image"]
 
-_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-)
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 
 
 def is_image(name: str) -> bool:
     """Return whether a file name is an image; hidden files, as macOS makes, are not images."""
-    return os.path.splitext(name)[1].lower() in _SUFFIXES and not name.startswith(".")
+    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
 class FolderSource:
@@ -50,12 +48,23 @@ class FolderSource:
 
     def _list(self) -> None:
         """List the classes and their images."""
-        self.classes = _classes(Path(self.place))
+        _, self.classes, flat = next(_walk(self.place))
+        if not self.classes:
+            raise UsageError(
+                "HT518",
+                f"{self.place} has {len(flat) or 'no'} images and no folders",
+                f"a folder for each class, {self.place}/CLASS/*.jpg",
+                "move each image into the folder of its class"
+                if flat
+                else "choose another folder with --data PATH",
+            )
         starts, ends, names = [0], array("Q"), bytearray()
         for name in self.classes:
-            for file in _files(self.place, name):
-                names += os.fsencode(file)
-                ends.append(len(names))
+            for place, _, files in _walk(os.path.join(self.place, name)):
+                folder = os.path.relpath(place, self.place)
+                for file in files:
+                    names += os.fsencode(f"{folder}/{file}")
+                    ends.append(len(names))
             if len(ends) == starts[-1]:
                 raise UsageError(
                     "HT518",
@@ -106,59 +115,28 @@ class FolderSource:
             raise IndexError(index)
 
 
-def _classes(folder: Path) -> list[str]:
-    """Return the names of the class folders of a split."""
-    with os.scandir(folder) as entries:
-        shown = [entry for entry in entries if not entry.name.startswith(".")]
-    classes = sorted(entry.name for entry in shown if entry.is_dir())
-    _refuse_broken_links(shown)
-    if not classes:
-        flat = sum(is_image(entry.name) for entry in shown)
-        raise UsageError(
-            "HT518",
-            f"{folder} has {flat or 'no'} images and no folders"
-            + (", as ILSVRC ships its validation set" if flat == 50_000 else ""),
-            f"a folder for each class, {folder}/CLASS/*.jpg",
-            "move each image into the folder of its class"
-            if flat
-            else "choose another folder with --data PATH",
-        )
-    return classes
+def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield a folder and the folders in it, each with its subfolders and images, in order of name.
 
+    A broken link to an image stays in the list, so that reading it raises an error.
 
-def _refuse_broken_links(entries: Sequence["os.DirEntry[str]"]) -> None:
-    """Raise an error for a broken link, which may have been a folder of images."""
-    for entry in entries:
-        if entry.is_symlink() and not os.path.exists(entry.path):
-            raise UsageError(
-                "HT518",
-                f"{entry.path} is a link to {os.readlink(entry.path)}, which does not exist",
-                "links to existing folders or files",
-                "fetch the missing files",
-                f"rm {entry.path}",
-            )
-
-
-def _files(folder: str, below: str) -> Iterator[str]:
-    """Yield the images in a folder, then in its subfolders, as paths in the split's folder."""
-    with os.scandir(os.path.join(folder, below)) as entries:
-        ordered = sorted(entries, key=lambda entry: entry.name)
-    subfolders = []
-    _refuse_broken_links([entry for entry in ordered if not is_image(entry.name)])
-    for entry in ordered:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            subfolders.append(entry.name)
-        elif is_image(entry.name):
-            # A broken link stays in the list, so that reading it raises an error.
-            if not entry.is_file() and os.path.exists(entry.path):
+    Raises:
+        UsageError: there is another broken link, which may have been a folder of images.
+    """
+    for place, below, files in os.walk(folder, onerror=_refuse, followlinks=True):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for name in sorted(files):
+            path = os.path.join(place, name)
+            if not (is_image(name) or name.startswith(".") or os.path.exists(path)):
                 raise UsageError(
                     "HT518",
-                    f"{entry.path} is no file",
-                    "regular files; a reader could wait without end at a pipe",
-                    f"rm {entry.path}",
+                    f"{path} is a link to {os.readlink(path)}, which does not exist",
+                    "links to existing folders or files",
+                    "fetch the missing files",
+                    f"rm {path}",
                 )
-            yield f"{below}/{entry.name}"
-    for name in subfolders:
-        yield from _files(folder, f"{below}/{name}")
+        yield place, below, sorted(filter(is_image, files))
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise error

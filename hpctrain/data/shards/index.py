@@ -1,31 +1,48 @@
 """Index of a split in tar files: the position of each image, and the tar files it belongs to.
 
-Format of SPLIT.index: a line `hpctrain shards 1`; a line with the digest of the rest; a line of
-JSON with `classes` (names), `samples` (their number) and `shards` (for each, in order, `name`,
-`bytes` and `samples`); then five arrays with a value for each sample: the offset of its bytes in
-its tar file (uint64); the number of these bytes (uint32); its target (uint32); the number of blocks
-of 512 bytes from the image's first block to the first block of its .cls (int32); and the CRC-32 of
-the image's tar header, the .cls's tar header and the .cls's first block (uint32). All numbers are
-little-endian.
+SPLIT.index is JSON with `format` ("hpctrain shards 2"), `classes` (names), `shards` (name, bytes
+and number of samples of each tar file, in order), `rows` (in base64, a row of 28 bytes for each
+sample, little-endian, with the fields of `Row`) and `sum` (CRC-32 of the JSON of all this).
 """
 
-import hashlib
+import base64
 import json
-import os
 import re
-import secrets
-import sys
+import struct
 import zlib
-from array import array
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from hpctrain import rundir
 from hpctrain.errors import UsageError
 
-__all__ = ["BLOCK", "Index", "Shard", "path_of", "shard_paths"]
+__all__ = ["BLOCK", "Index", "Row", "Shard", "pack", "path_of", "shard_paths"]
 
 BLOCK = 512  # bytes of a block of a tar file
-_MAGIC = b"hpctrain shards 1\n"
+_FORMAT = "hpctrain shards 2"
+_ROW = struct.Struct("<QIIIII")
+
+
+class Row(NamedTuple):
+    """Position of a sample in its tar file.
+
+    Attributes:
+        start: offset of the first header of its image and its .cls.
+        length: number of bytes from there to the end of both.
+        at: number of bytes from there to the image's bytes.
+        size: number of bytes of the image.
+        target: class.
+        sign: CRC-32 of all but the image's bytes: both headers, the .cls, and what is between them.
+    """
+
+    start: int
+    length: int
+    at: int
+    size: int
+    target: int
+    sign: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,90 +60,52 @@ class Shard:
     samples: int
 
 
-@dataclass(slots=True)
 class Index:
-    """Positions of the images of a split.
+    """Positions of the images of a split, in one block of memory, which processes share.
 
-    Attributes:
+    Args:
         classes: names of the classes.
         shards: tar files, in the order of the samples.
-        offsets, sizes, targets: offset in the tar file, number of bytes, and class of each sample.
-        labels: blocks from the begin of each image to the begin of its .cls.
-        signs: checksum of the headers of each image and its .cls, and of the .cls.
+        rows: a row for each sample, as bytes.
+
+    Attributes:
+        classes, shards: the arguments.
     """
 
-    classes: list[str] = field(default_factory=list)
-    shards: list[Shard] = field(default_factory=list)
-    offsets: "array[int]" = field(default_factory=lambda: array("Q"))
-    sizes: "array[int]" = field(default_factory=lambda: array("I"))
-    targets: "array[int]" = field(default_factory=lambda: array("I"))
+    def __init__(self, classes: list[str], shards: list[Shard], rows: bytes) -> None:
+        self.classes, self.shards, self._rows = classes, shards, rows
 
-    labels: "array[int]" = field(default_factory=lambda: array("i"))
-    signs: "array[int]" = field(default_factory=lambda: array("I"))
+    def __len__(self) -> int:
+        return len(self._rows) // _ROW.size
 
-    def add(self, offset: int, size: int, target: int, label: int) -> None:
-        """Add a sample of the next shard; `label` is the offset of its .cls."""
-        self.offsets.append(offset)
-        self.sizes.append(size)
-        self.targets.append(target)
-        self.labels.append((label - offset) // BLOCK)
+    def row(self, number: int) -> Row:
+        """Return the position of a sample."""
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return Row(*_ROW.unpack_from(self._rows, number * _ROW.size))
 
-    def end_shard(self, path: Path) -> None:
-        """Add a tar file that is written and whose samples have been added."""
-        first = len(self.signs)
-        with open(path, "rb") as file:
-            for number in range(first, len(self.offsets)):
-                image = self.offsets[number]
-                label = image + self.labels[number] * BLOCK
-                self.signs.append(
-                    _sign(
-                        os.pread(file.fileno(), BLOCK, image - BLOCK),
-                        os.pread(file.fileno(), 2 * BLOCK, label - BLOCK),
-                    )
-                )
-            size = os.fstat(file.fileno()).st_size
-        self.shards.append(Shard(path.name, size, len(self.offsets) - first))
+    def image(self, number: int, read: Callable[[int, int], bytes]) -> bytes | None:
+        """Return an image, or None if its tar file is another one than that of the index.
 
-    def span(self, number: int) -> tuple[int, int]:
-        """Return the range to read from the tar file for a sample: first byte, number of bytes.
-
-        It contains the image and its .cls with their headers, and everything between them.
+        Args:
+            number: number of the sample.
+            read: function from a number of bytes and an offset to these bytes of the tar file;
+                called once.
         """
-        image = self.offsets[number]
-        label = image + self.labels[number] * BLOCK
-        start = min(image, label) - BLOCK
-        return start, max(image + self.sizes[number], label + BLOCK) - start
-
-    def image(self, number: int, data: bytes) -> bytes:
-        """Return the image from the bytes of a sample's span."""
-        start = BLOCK - min(0, self.labels[number]) * BLOCK
-        return data[start : start + self.sizes[number]]
-
-    def sign(self, number: int, data: bytes) -> int:
-        """Compute the checksum of a sample from the bytes of its span."""
-        image = BLOCK - min(0, self.labels[number]) * BLOCK
-        label = BLOCK + max(0, self.labels[number]) * BLOCK
-        return _sign(data[image - BLOCK : image], data[label - BLOCK : label + BLOCK])
+        row = self.row(number)
+        data, end = read(row.length, row.start), row.at + row.size
+        fits = len(data) == row.length and zlib.crc32(data[: row.at] + data[end:]) == row.sign
+        return data[row.at : end] if fits else None
 
     def write(self, path: Path) -> None:
-        """Write the file under a temporary name, then rename it."""
-        body = b"".join(_little(part).tobytes() for part in self._parts())
-        head = {
+        """Write the file, completely or not at all."""
+        content = {
+            "format": _FORMAT,
             "classes": self.classes,
-            "samples": len(self.offsets),
             "shards": [asdict(shard) for shard in self.shards],
+            "rows": base64.b64encode(self._rows).decode(),
         }
-        rest = json.dumps(head).encode() + b"\n" + body
-        # A unique name, because another process may write the same index now.
-        part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-        try:
-            with open(part, "wb") as file:
-                file.write(_MAGIC + _digest(rest) + b"\n" + rest)
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)
+        rundir.replace(path, json.dumps({**content, "sum": _sum(content)}))
 
     @classmethod
     def read(cls, path: Path) -> "Index":
@@ -135,21 +114,16 @@ class Index:
         Raises:
             UsageError: the file is damaged, or in another format.
         """
-        magic, _, rest = path.read_bytes().partition(b"\n")
-        digest, _, rest = rest.partition(b"\n")
         try:
-            if magic + b"\n" != _MAGIC:
-                raise ValueError("its first line differs")
-            if _digest(rest) != digest:
-                raise ValueError("its digest does not fit")
-            line, _, body = rest.partition(b"\n")
-            head = json.loads(line)
-            index = cls(head["classes"], [Shard(**shard) for shard in head["shards"]])
-            for part in index._parts():
-                length = head["samples"] * part.itemsize
-                part.frombytes(body[:length])
-                _little(part, inplace=True)
-                body = body[length:]
+            content = json.loads(path.read_bytes())
+            if content["format"] != _FORMAT:
+                raise ValueError(f"it has the format {content['format']}")
+            if content.pop("sum") != _sum(content):
+                raise ValueError("its checksum does not fit")
+            shards = [Shard(**shard) for shard in content["shards"]]
+            index = cls(content["classes"], shards, base64.b64decode(content["rows"]))
+            if len(index) != sum(shard.samples for shard in shards):
+                raise ValueError("it has not one row for each sample")
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 "HT521",
@@ -159,8 +133,14 @@ class Index:
             ) from None
         return index
 
-    def _parts(self) -> tuple["array[int]", ...]:
-        return self.offsets, self.sizes, self.targets, self.labels, self.signs
+
+def _sum(content: dict[str, object]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def pack(row: Row) -> bytes:
+    """Return the bytes of a row."""
+    return _ROW.pack(*row)
 
 
 def path_of(folder: Path, split: str) -> Path:
@@ -172,21 +152,3 @@ def shard_paths(folder: Path, split: str) -> list[Path]:
     """Return the tar files of a split, in order."""
     pattern = re.compile(re.escape(split) + r"-\d+\.tar")
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
-
-
-def _sign(image: bytes, label: bytes) -> int:
-    """Return the checksum of a sample's headers and class."""
-    return zlib.crc32(label, zlib.crc32(image))
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).hexdigest().encode()
-
-
-def _little(part: "array[int]", inplace: bool = False) -> "array[int]":
-    """Convert numbers between the machine's byte order and little-endian."""
-    if sys.byteorder == "little":
-        return part
-    swapped = part if inplace else part[:]
-    swapped.byteswap()
-    return swapped

@@ -11,10 +11,9 @@ from hpctrain.data.shards.index import shard_paths
 from hpctrain.data.shards.shard_reader import ShardSource
 from hpctrain.errors import UsageError
 
-__all__ = ["Source", "image_source", "same_classes"]
+__all__ = ["Source", "image_source", "places", "same_classes"]
 
 _SYSTEM = Path("/usr/share/datasets")
-_SPLITS = ("train", "val")
 
 
 class Source(Protocol):
@@ -60,17 +59,54 @@ def image_source(
         UsageError: there are no images in one of the two layouts.
     """
     try:
-        folder = _find(os.fspath(path), env)
-        if (folder / split).is_dir():
+        searched = places(os.fspath(path), env)
+        folder = next((place for place in searched if place.is_dir()), None)
+        if folder is not None and (folder / split).is_dir():
             return FolderSource(folder / split)
-        if shard_paths(folder, split):
+        if folder is not None and shard_paths(folder, split):
             return ShardSource(folder, split)
-        raise _missing(folder, split)
+        raise _missing(path, searched, folder, split)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UsageError(
             "HT511", f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
         ) from None
+
+
+def _missing(
+    path: str | os.PathLike[str], searched: Sequence[Path], folder: Path | None, split: str
+) -> UsageError:
+    """Return the error for a folder that does not exist, or has not the split."""
+    found = f"--data {path}: no folder {', '.join(map(str, searched))}"
+    fix: Path | str = "PATH of a folder that has it"
+    if folder is not None:
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        found = f"{folder} has no {split}: there is {', '.join(names[:5]) or 'nothing'}{more}"
+        below = (*folder.glob(f"*/{split}"), *folder.glob(f"*/{split}-*.tar"))
+        fix = next((place.parent for place in below), fix)
+    expected = (folder or Path("PATH")) / split
+    return UsageError(
+        "HT510",
+        found,
+        f"{expected}/CLASS/*.jpg, or {expected}-*.tar of `hpctrain shards make`",
+        f"--data {fix}",
+    )
+
+
+def places(name: str, env: Mapping[str, str]) -> list[Path]:
+    """Return the folders that a path or a name of a data set may mean, in order.
+
+    Args:
+        name: path; or a name in $HPCTRAIN_DATA (for a job's own copy), in the current folder, or in
+            /usr/share/datasets.
+        env: environment with $HPCTRAIN_DATA.
+    """
+    path = Path(name).expanduser()
+    if os.sep in name or name in (".", ".."):
+        return [path]
+    own = [Path(env[env_vars.DATA], name)] if env.get(env_vars.DATA) else []
+    return [*own, path, _SYSTEM / name]
 
 
 def same_classes(first: Source, second: Source) -> list[str]:
@@ -94,58 +130,3 @@ def same_classes(first: Source, second: Source) -> list[str]:
         "fetch the missing folders",
         "remove the surplus folders",
     )
-
-
-def _find(path: str, env: Mapping[str, str]) -> Path:
-    """Find the folder of a path or name."""
-    places = [Path(path).expanduser()]
-    if os.sep not in path and path not in (".", ".."):
-        own = [Path(env[env_vars.DATA], path)] if env.get(env_vars.DATA) else []
-        places = [*own, *places, _SYSTEM / path]
-    for place in places:
-        if place.is_dir():
-            return place
-    files = [str(place) for place in places if place.exists()]
-    raise UsageError(
-        "HT510",
-        f"--data {path}: {files[0]} is a file"
-        if files
-        else f"--data {path}: no folder {', '.join(map(str, places))}",
-        _layouts(Path("PATH"), "SPLIT"),
-        "--data PATH of a folder that has them",
-    )
-
-
-def _layouts(folder: Path, split: str) -> str:
-    """Return the expected layouts, for messages."""
-    return f"{folder / split}/CLASS/*.jpg, or {folder / split}-*.tar of `hpctrain shards make`"
-
-
-def _missing(folder: Path, split: str) -> UsageError:
-    """Return the error for a folder without the split; it lists the folder's content."""
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    near = [folder / name for name in names if _has(folder / name, split)]
-    others = [name for name in _SPLITS if name != split and _has(folder, name)]
-    fix = "--data PATH of a folder that has it"
-    if near:
-        fix = f"--data {near[0]}"
-    elif others:
-        fix = f"put the images of {split} beside those of {others[0]}"
-    return UsageError(
-        "HT510",
-        f"{folder} has no {split}: there is {_listing(names)}",
-        _layouts(folder, split),
-        fix,
-    )
-
-
-def _has(folder: Path, split: str) -> bool:
-    try:
-        return (folder / split).is_dir() or bool(shard_paths(folder, split))
-    except OSError:
-        return False
-
-
-def _listing(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "nothing") + more

@@ -1,26 +1,32 @@
 """Reader of images in tar files: SPLIT-000000.tar, … with KEY.jpg and KEY.cls, and an index."""
 
 import bisect
+import errno
+import functools
+import io
 import itertools
 import os
 import tarfile
 from pathlib import Path
 
-from hpctrain.data.shards.descriptors import Descriptors, make_room
-from hpctrain.data.shards.index import BLOCK, Index, path_of, shard_paths
+from hpctrain.data.shards.index import Index, path_of, shard_paths
 from hpctrain.data.shards.indexing import DAMAGE, build_index
-from hpctrain.errors import UsageError
+from hpctrain.errors import DataError, UsageError
 from hpctrain.process.logging import logger
 
 __all__ = ["ShardSource"]
+
+# ImageNet has more tar files than the 1,024 files that a process may usually have open, and each
+# loader process of each rank of a host reads from all of them.
+_MOST_OPEN = 128
 
 
 class ShardSource:
     """Images of FOLDER/SPLIT-*.tar, each read from its offset in its file.
 
     Without an index file, the index is made in memory from the headers of the tar files, and rank 0
-    logs the command that writes it. Tar files are opened when needed. Each process keeps at most
-    128 of them open, and the limit on open files is raised for that if the system allows it.
+    logs the command that writes it. Tar files are opened when needed. Each process keeps the 128
+    that were read last open.
 
     Args:
         folder: folder of the tar files.
@@ -52,33 +58,23 @@ class ShardSource:
         counts = (shard.samples for shard in self._index.shards)
         self._firsts = list(itertools.accumulate(counts, initial=0))
         self._paths = [self._folder / shard.name for shard in self._index.shards]
-        self._files = Descriptors()
-        make_room(len(self._index.shards))
 
     def __len__(self) -> int:
-        return len(self._index.offsets)
+        return len(self._index)
 
     def target(self, index: int) -> int:
         """Return the number of an image's class."""
-        return self._index.targets[index]
+        return self._index.row(index).target
 
     def name(self, index: int) -> str:
         """Return the tar file of an image, and the image's name in that file."""
-        number = self._shard(index)
-        path = self._paths[number]
-        first, offset = self._firsts[number], self._index.offsets[index]
-        # A long name is stored before the header, so search from the end of the previous sample.
-        before, size = self._index.span(index - 1) if index > first else (0, 0)
-        name = f"sample {index - first}"
+        path, row = self._paths[self._shard(index)], self._index.row(index)
+        offset = row.start + row.at
         try:
-            with open(path, "rb") as file:
-                file.seek(-(-(before + size) // BLOCK) * BLOCK)
-                with tarfile.open(fileobj=file, mode="r:") as tar:
-                    name = next(
-                        (member.name for member in tar if member.offset_data == offset), name
-                    )
-        except (OSError, *DAMAGE):
-            pass  # the name is only for a message
+            with tarfile.open(path, "r:") as tar:
+                name = next(member.name for member in tar if member.offset_data == offset)
+        except (OSError, StopIteration, *DAMAGE):  # the name is only for a message
+            name = f"the image at byte {offset}"
         return f"{path}: {name}"
 
     def read(self, index: int) -> bytes:
@@ -89,49 +85,70 @@ class ShardSource:
             UsageError: the headers of the image and its .cls, or the .cls, are not those of the
                 index.
         """
-        number = self._shard(index)
-        start, size = self._index.span(index)
-        data = self._files.read(self._paths[number], size, start)
-        if len(data) != size or self._index.sign(index, data) != self._index.signs[index]:
+        shard = self._shard(index)
+        data = self._index.image(index, functools.partial(_read, self._paths[shard]))
+        if data is None:
             raise self._misfit(
-                number,
-                f"it is a different tar file: its sample {index - self._firsts[number]} "
-                "differs, or has a different class",
+                self._paths[shard],
+                f"it is a different tar file: its sample {index - self._firsts[shard]} differs, or "
+                "has a different class",
             )
-        return self._index.image(index, data)
+        return data
 
     def _shard(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         return bisect.bisect_right(self._firsts, index) - 1
 
     def _compare(self, paths: list[Path]) -> None:
         """Compare the existing tar files with those of the index."""
-        names, shards = {path.name for path in paths}, self._index.shards
-        indexed = {shard.name for shard in shards}
-        for number, shard in enumerate(shards):
-            if shard.name not in names:
-                raise self._misfit(number, "the file does not exist")
-            size = (self._folder / shard.name).stat().st_size
-            if size != shard.bytes:
-                raise self._misfit(number, f"it has {size:,} bytes and not {shard.bytes:,}")
-        if names - indexed:
-            raise UsageError(
-                "HT521",
-                f"{self._path} does not list {min(names - indexed)}",
-                "an index of all tar files",
-                self._rebuild_command(),
-            )
+        there = {path.name: path.stat().st_size for path in paths}
+        indexed = {shard.name: shard.bytes for shard in self._index.shards}
+        for name in sorted(there.keys() | indexed.keys()):
+            size, expected = (sizes.get(name, "no file") for sizes in (there, indexed))
+            if size != expected:
+                raise self._misfit(
+                    self._folder / name, f"bytes in the index: {expected}, in the folder: {size}"
+                )
 
-    def _misfit(self, number: int, why: str) -> UsageError:
-        path = self._folder / self._index.shards[number].name
+    def _misfit(self, path: Path, why: str) -> UsageError:
         return UsageError(
             "HT521",
             f"{self._path} does not fit {path}: {why}",
             "the tar files that the index was made of",
             "copy the tar files again",
-            self._rebuild_command(),
+            f"rm {self._path} && hpctrain shards index {self._folder}",
         )
 
-    def _rebuild_command(self) -> str:
-        return f"rm {self._path} && hpctrain shards index {self._folder}"
+
+class _File(io.FileIO):
+    """File that is closed when no reference is left."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_opened = functools.lru_cache(_MOST_OPEN)(_File)
+
+
+def _read(path: Path, size: int, start: int) -> bytes:
+    """Return a part of a file; fewer bytes if the file ends before.
+
+    Threads, and processes after a fork, may read at the same time, because reads use no file
+    position.
+    """
+    try:
+        # The local reference keeps the file open if another thread drops it from the cache.
+        file = _opened(path)
+        return os.pread(file.fileno(), size, start)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise DataError(
+                "HT512",
+                f"{path} cannot be read: {error.strerror}",
+                f"a limit that allows {_MOST_OPEN} tar files in addition to the other open files",
+                "ulimit -n 4096 (before the ranks start)",
+            ) from None
+        raise DataError(
+            "HT511",
+            f"{path} cannot be read: {error.strerror}",
+            "the tar files that were there when the run began",
+        ) from None

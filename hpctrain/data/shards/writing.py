@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain.data.shards.folders import FolderSource
-from hpctrain.data.shards.index import Index, path_of
+from hpctrain.data.shards.index import path_of
+from hpctrain.data.shards.indexing import build_index
 from hpctrain.errors import HpctrainError, UsageError
 
 __all__ = ["make"]
@@ -43,8 +44,7 @@ def make(
     """
     target = target.resolve()  # resolves links, and `.`
     try:
-        _refuse_target(target)
-        _refuse_splits(source, splits)
+        _refuse(source, target, splits)
     except OSError as error:
         raise UsageError(
             "HT511",
@@ -53,7 +53,17 @@ def make(
         ) from None
     sources = {split: FolderSource(source / split) for split in splits}
     part = target.with_name(f".{target.name}.part")
-    _make_part(part, target)
+    try:
+        part.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(
+            "HT522",
+            f"{part} exists: another process is writing, or was killed",
+            "one writer at a time",
+            f"rm -r {part} (if no other process is writing)",
+        ) from None
+    except OSError as error:
+        raise _unwritable(target, error) from None
     try:
         for split, images in sources.items():
             _write(images, part, split, shard_size, progress)
@@ -64,51 +74,28 @@ def make(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _refuse_target(target: Path) -> None:
-    """Refuse an existing target, and a mount point, to which a folder cannot be renamed."""
-    if target.is_mount():
+def _refuse(source: Path, target: Path, splits: Sequence[str]) -> None:
+    """Refuse a target to which a folder cannot be renamed, and splits that the source has not."""
+    if target.is_mount() or (target.exists() and not (target.is_dir() and _is_empty(target))):
         raise UsageError(
             "HT522",
-            f"{target} is where a file system is mounted",
-            "a new folder",
+            f"{target} exists",
+            "a new folder, or an empty one where no file system is mounted",
             f"{target / 'shards'}",
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(
-            "HT522", f"{target} exists", "a new folder", "choose another", "remove this one"
-        )
-
-
-def _refuse_splits(source: Path, splits: Sequence[str]) -> None:
-    """Refuse an empty list of splits, and splits that are not folders of the source."""
-    if not splits:
-        raise UsageError("HT510", "no splits", "names of folders in SOURCE", "--splits train,val")
-    existing = [split for split in splits if os.sep not in split and (source / split).is_dir()]
-    for split in splits:
-        if split not in existing or split in (".", ".."):
+    known = sorted(entry.name for entry in source.iterdir() if entry.is_dir())
+    for split in splits or [""]:
+        if split not in known:
             raise UsageError(
                 "HT510",
-                f"{source} has no folder {split}",
-                f"{source / split}/CLASS/*.jpg" if os.sep not in split else "--splits NAME,NAME",
-                f"--splits {','.join(existing)}" if existing else "other --splits",
-                "" if existing else "another SOURCE",
+                f"{source} has no folder {split}" if split else "no splits",
+                f"{source / (split or 'SPLIT')}/CLASS/*.jpg",
+                f"--splits {','.join([one for one in splits if one in known] or known)}",
             )
 
 
-def _make_part(part: Path, target: Path) -> None:
-    """Make the temporary folder."""
-    try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.mkdir()
-    except FileExistsError:
-        raise UsageError(
-            "HT522",
-            f"{part} exists: another process is writing, or was killed",
-            "one writer at a time",
-            f"rm -r {part} (if no other process is writing)",
-        ) from None
-    except OSError as error:
-        raise _unwritable(target, error) from None
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
 
 
 def _unwritable(target: Path, error: OSError) -> HpctrainError:
@@ -124,56 +111,39 @@ def _write(
     images: FolderSource, folder: Path, split: str, shard_size: int, progress: Progress
 ) -> None:
     """Write one split."""
-    index = Index(classes=images.classes)
-    written, keys = 0, _Keys(images)
-    while len(index.offsets) < len(images):
-        path = folder / f"{split}-{len(index.shards):06d}.tar"
-        with open(path, "wb") as file:
+    number = written = shard = 0
+    keys = set[str]()
+    while number < len(images):
+        with open(folder / f"{split}-{shard:06d}.tar", "wb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                while len(index.offsets) < len(images) and tar.offset < shard_size:
-                    _add(tar, images, index, keys)
-                    written += index.sizes[-1]
-                    progress(split, len(index.offsets), len(images), written)
+                while number < len(images) and tar.offset < shard_size:
+                    data, target = images.read(number), images.target(number)
+                    if number and target != images.target(number - 1):
+                        keys.clear()  # names begin with the class
+                    stem, suffix = os.path.splitext(images.member(number))
+                    key = _key(stem, number, keys)
+                    _put(tar, key + suffix, data)
+                    _put(tar, f"{key}.cls", str(target).encode())
+                    number, written = number + 1, written + len(data)
+                    progress(split, number, len(images), written)
             file.flush()
             os.fsync(file.fileno())
-        index.end_shard(path)
-    index.write(path_of(folder, split))
+        shard += 1
+    build_index(folder, split).write(path_of(folder, split))
 
 
-class _Keys:
-    """Unique names of samples: the name of the image, without suffix and dots."""
-
-    def __init__(self, images: FolderSource) -> None:
-        self._images = images
-        self._target, self._used = -1, set[str]()  # names begin with the class, so one class only
-
-    def next(self, number: int) -> str:
-        """Return the name of the next sample, without a suffix."""
-        target = self._images.target(number)
-        if target != self._target:
-            self._target, self._used = target, set()
-        folder, name = os.path.split(os.path.splitext(self._images.member(number))[0])
-        key = os.path.join(folder, name.replace(".", "_"))
-        if "." in name or key in self._used:  # a.b.jpg, which may lose its dot; a.jpg and a.png
-            key += f"-{number}"
-        while key in self._used:  # a.b.jpg, which became a_b-0, and a_b-0.jpg
-            key += "-"
-        self._used.add(key)
-        return key
+def _key(stem: str, number: int, keys: set[str]) -> str:
+    """Return a new name for a sample, without dots in the file name, where a key would end."""
+    folder, name = os.path.split(stem)
+    key = os.path.join(folder, name.replace(".", "_"))
+    while key in keys:
+        key += f"-{number}"
+    keys.add(key)
+    return key
 
 
-def _add(tar: tarfile.TarFile, images: FolderSource, index: Index, keys: _Keys) -> None:
-    """Add the next sample: its image and its class."""
-    number = len(index.offsets)
-    data, target = images.read(number), images.target(number)
-    key, suffix = keys.next(number), os.path.splitext(images.member(number))[1]
-    offset = _put(tar, f"{key}{suffix}", data)
-    index.add(offset, len(data), target, _put(tar, f"{key}.cls", str(target).encode()))
-
-
-def _put(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a file, and return the offset of its bytes. The same files give the same tar file."""
+def _put(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Add a file. The same files give the same tar file."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))
-    return int(tar.offset) - -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

@@ -3,7 +3,6 @@
 The page needs no script, network or torch, so it can be read in the run directory or sent by mail.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +11,6 @@ from hpctrain.errors import UsageError
 from hpctrain.monitoring import drawing
 
 __all__ = ["write"]
-
-# A report has its mark within these first bytes.
-_HEAD = 2048
 
 
 def write(paths: Sequence[str], output: str | None = None) -> Path:
@@ -37,7 +33,7 @@ def write(paths: Sequence[str], output: str | None = None) -> Path:
             "HT654", f"--output {target}", "a name that ends in .html", f"--output {target}.html"
         )
     runs = run_reader.read(paths)
-    if os.path.lexists(target) and not _is_report(target, page.MARK):
+    if target.exists() and not (target.is_file() and page.MARK.encode() in target.read_bytes()):
         raise UsageError(
             "HT654",
             f"{target} exists and is no report",
@@ -56,14 +52,3 @@ def write(paths: Sequence[str], output: str | None = None) -> Path:
             "--output FILE.html",
         ) from None
     return target
-
-
-def _is_report(path: Path, mark: str) -> bool:
-    """Return whether a file is a report; links, pipes and the like never are."""
-    if path.is_symlink() or not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            return mark.encode() in file.read(_HEAD)
-    except OSError:
-        return False

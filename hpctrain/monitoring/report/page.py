@@ -81,10 +81,8 @@ def _title(runs: Sequence[RecordedRun]) -> str:
 
 
 def _notes(run: RecordedRun, now: float) -> Iterator[str]:
-    """Yield notes for the top of the page, about unreadable files or an unfinished run."""
-    for error in run.unread.values():
-        yield f"{run.label}: {wording.text(error.found)}"
-    if run.status is None:
+    """Yield notes for the top of the page, about an unfinished run and odd numbers."""
+    if not run.summary:
         last, end = wording.moment(run.last.get("time")), "not written yet."
         if last != wording.NOTHING:
             ago = wording.duration(now - run.last["time"])

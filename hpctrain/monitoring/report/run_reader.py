@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
-from hpctrain.monitoring.curves import History, collect, is_step
+from hpctrain.monitoring.curves import History, collect
 from hpctrain.monitoring.report import step_times
 from hpctrain.monitoring.report.step_times import StepTimes
 from hpctrain.rundir import RunDirectory
@@ -29,8 +29,6 @@ class RecordedRun(History):
         last: last row of metrics.
         timings: times of steps and ranks from timings.jsonl.
         effective: where the time of the run went; None if that is not recorded.
-        unread: errors of run.json and summary.json by file name; the content of such a file is
-            empty above.
     """
 
     path: Path
@@ -40,7 +38,6 @@ class RecordedRun(History):
     last: Mapping[str, Any]
     timings: StepTimes
     effective: EffectiveTime | None
-    unread: dict[str, UsageError]
 
     @property
     def start(self) -> dict[str, Any]:
@@ -51,14 +48,6 @@ class RecordedRun(History):
     def world(self) -> dict[str, Any]:
         """World of the last start; without one, that in run.json."""
         return mapping(self.start.get("world")) or mapping(self.identity.get("world"))
-
-    @property
-    def status(self) -> str | None:
-        """How the run ended; None if it continues or was killed."""
-        if "summary.json" in self.unread:
-            return "not known"
-        status = self.summary.get("status")
-        return status if isinstance(status, str) and status else None
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -73,31 +62,10 @@ def read(paths: Sequence[str]) -> list[RecordedRun]:
         paths: paths as the user typed them.
 
     Raises:
-        UsageError: a path is no run directory, its rows cannot be read, or no run has readable
-            content.
+        UsageError: a path is no run directory, or one of its files cannot be read.
     """
     given = list({os.path.realpath(path): Path(path) for path in paths}.values())
-    for path in given:
-        _refuse(path)
-    runs = [_run(path, label) for path, label in zip(given, _labels(given), strict=True)]
-    unread = [error for run in runs for error in run.unread.values()]
-    if unread and not any(run.identity or run.starts or run.last for run in runs):
-        raise unread[0]
-    return runs
-
-
-def _refuse(path: Path) -> None:
-    fix = "hpctrain status, which lists the runs below ./runs"
-    try:
-        names = os.listdir(path)
-    except FileNotFoundError:
-        raise UsageError("HT655", f"there is no {path}", "a run directory", fix) from None
-    except OSError as error:
-        raise UsageError(
-            "HT656", f"{path} cannot be read: {error}", "a run directory", fix
-        ) from None
-    if RunDirectory(path).identity.name not in names:
-        raise UsageError("HT655", f"no run is in {path}", "a folder with a run.json in it", fix)
+    return [_run(path, label) for path, label in zip(given, _labels(given), strict=True)]
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -113,25 +81,28 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 def _run(path: Path, label: str) -> RecordedRun:
     directory = RunDirectory(path)
     try:
+        identity = directory.read(directory.identity)
+        if identity is None:
+            raise UsageError(
+                "HT655",
+                f"no run is in {path}",
+                "a folder with a run.json in it",
+                "hpctrain status, which lists the runs below ./runs",
+            )
+        summary = directory.read(directory.summary) or {}
         starts = directory.lines(directory.starts)
         series, last = collect(directory.each(directory.metrics))
         timings = step_times.gather(directory.each(directory.timings))
         effective = measure(directory)
     except OSError as error:
-        fix = f"ls -l {path}"
         raise UsageError(
-            "HT656", f"{path} cannot be read: {error}", "a run that this user may read", fix
+            "HT656",
+            f"{path} cannot be read: {error}",
+            "a run that this user may read",
+            f"ls -l {path}",
         ) from None
-    content: dict[str, dict[str, Any]] = {}
-    unread: dict[str, UsageError] = {}
-    for file in (directory.identity, directory.summary):
-        try:
-            content[file.name] = directory.read(file) or {}
-        except UsageError as error:
-            content[file.name], unread[file.name] = {}, error
-    restarts = sorted({step for start in starts[1:] if is_step(step := start.get("step"))})
-    identity, summary = content.values()
+    steps = (start.get("step") for start in starts[1:])
+    restarts = sorted({step for step in steps if type(step) is int})
     return RecordedRun(
-        *(label, series, restarts, path, identity, starts, summary, last, timings, effective),
-        unread,
+        *(label, series, restarts, path, identity, starts, summary, last, timings, effective)
     )

@@ -15,8 +15,6 @@ from hpctrain.monitoring.report.step_times import edge, quantile
 
 __all__ = ["draw_ranks", "draw_times"]
 
-_DASHES = ("solid", "dashed", "dashdot", "dotted")
-
 
 def draw_times(runs: Sequence[RecordedRun]) -> tuple[Figure, str]:
     """Return a histogram of rank 0's step times in each run that has them, and a caption."""
@@ -31,9 +29,9 @@ def draw_times(runs: Sequence[RecordedRun]) -> tuple[Figure, str]:
         bins = range(min(buckets), max(buckets) + 1)
         shares = np.array([buckets[bucket] for bucket in bins]) / buckets.total()
         edges = [edge(bucket) for bucket in (*bins, bins.stop)]
-        hue, dashes = figures.color(number), _DASHES[number % len(_DASHES)]
+        hue = figures.color(number)
         axes.stairs(shares, edges, fill=True, color=hue, alpha=0.25)
-        outlines.append(axes.stairs(shares, edges, color=hue, linestyle=dashes))
+        outlines.append(axes.stairs(shares, edges, color=hue))
         usual, late = (wording.duration(quantile(buckets, share)) for share in (0.5, 0.99))
         sentences.append(
             f"{run.label}: half of {buckets.total():,} steps take at most {usual}, 99 of 100 at "

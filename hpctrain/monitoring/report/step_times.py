@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.monitoring.curves import Floats, is_step
+from hpctrain.monitoring.curves import Floats
 from hpctrain.monitoring.slow_ranks import slow_ranks
 
 __all__ = ["StepTimes", "edge", "gather", "quantile"]
 
-# Bucket k begins at 10^(k/20) microseconds; the last one has steps of about a quarter of an hour.
+# Bucket k begins at 10^(k/20) microseconds.
 _PER_DECADE = 20
-_BUCKETS = {str(bucket): bucket for bucket in range(180)}
-_LONGEST = 1e10  # seconds, more than three centuries
 _KINDS = ("data", "forward")
 
 
@@ -57,30 +55,23 @@ def quantile(buckets: Mapping[int, int], share: float) -> float:
 
 
 def gather(lines: Iterable[Mapping[str, Any]]) -> StepTimes:
-    """Add up the lines of timings.jsonl; what is invalid in a line is left out."""
+    """Add up the lines of timings.jsonl; a line without all of its fields is left out."""
     found = StepTimes()
     for line in lines:
-        found.buckets.update(_buckets(line.get("step_times")))
         try:
-            steps, hosts = line["steps"], line["hosts"]
+            buckets = {int(bucket): count for bucket, count in line["step_times"].items()}
+            hosts, steps = line["hosts"], line["steps"]
             means = np.array([line[kind] for kind in _KINDS], dtype=float)
-            valid = is_step(steps) and isinstance(hosts, list) and means.shape == (2, len(hosts))
-            if not (valid and steps and hosts and ((means >= 0) & (means < _LONGEST)).all()):
-                continue
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             continue
+        found.buckets.update(buckets)
         if hosts != found.hosts:  # other ranks than before: restart the means
             found.hosts, found.steps, found.means = hosts, 0, np.zeros_like(means)
         total = found.steps + steps
         found.means = (found.means * found.steps + means * steps) / total
         found.steps = total
     if found.hosts:
-        step = quantile(found.buckets, 0.5) if found.buckets else 0.0
+        step = quantile(found.buckets, 0.5)
         data, forward = (slow_ranks(seconds.tolist(), step) for seconds in found.means)
         found.slow = data, forward
     return found
-
-
-def _buckets(found: Any) -> dict[int, int]:
-    counts = found.items() if isinstance(found, dict) else ()
-    return {_BUCKETS[name]: n for name, n in counts if name in _BUCKETS and is_step(n) and n}

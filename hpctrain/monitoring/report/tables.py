@@ -15,8 +15,6 @@ from hpctrain.monitoring.report.wording import NOTHING, text
 
 __all__ = ["Table", "metrics", "options", "side_by_side", "starts", "summary", "system"]
 
-_MOST_ROWS = 200
-_MOST_STARTS = 100  # per run
 _MOST_HOSTS = 8
 _BEST = ("top1", "top5")  # higher is better
 
@@ -69,7 +67,7 @@ def side_by_side(
 def summary(run: RecordedRun) -> dict[str, str]:
     """Return the main results of a run."""
     results, last = run.summary, run.last.get("time")
-    facts = {"status": text(run.status or "not ended")}
+    facts = {"status": text(results.get("status", "not ended"))}
     for name in _BEST:
         if name in run.series and len(values := run.series[name].finite()[1]):
             facts[f"best {name}"] = wording.number(float(values.max()))
@@ -114,15 +112,12 @@ def metrics(runs: Sequence[RecordedRun]) -> Table:
     names = dict.fromkeys(name for run in runs for name in run.series)
     rows = [
         (text(name), *([run.label] if several else []), *_extremes(run.series[name]))
-        for name in list(names)[:_MOST_ROWS]
+        for name in names
         for run in runs
         if name in run.series
     ]
     heads = ("metric", *(["run"] if several else []), "last", "lowest", "highest", "values")
-    more = len(names) - _MOST_ROWS
-    return Table(
-        "Metrics", heads, rows, f"{more:,} more metrics are not shown." if more > 0 else ""
-    )
+    return Table("Metrics", heads, rows)
 
 
 def _extremes(series: Series) -> tuple[str, ...]:
@@ -170,10 +165,8 @@ def _options(start: Mapping[str, Any]) -> dict[str, Any]:
 def starts(runs: Sequence[RecordedRun]) -> Table:
     """Return a table of the starts: time, place, and what changed since the start before."""
     rows: list[tuple[str, ...]] = []
-    left = 0
     for run in runs:
-        left += max(len(run.starts) - _MOST_STARTS, 0)
-        for place, start in list(enumerate(run.starts))[-_MOST_STARTS:]:
+        for place, start in enumerate(run.starts):
             world, command = mapping(start.get("world")), start.get("command")
             before = run.starts[place - 1] if place else start
             rows.append(
@@ -189,8 +182,7 @@ def starts(runs: Sequence[RecordedRun]) -> Table:
                 )
             )
     heads = ("start", "when", "at step", "ranks", "hosts", "job", "command", "changed since")
-    note = f"The first {left:,} starts are not shown." if left else ""
-    return Table("Starts", heads, rows, note)
+    return Table("Starts", heads, rows)
 
 
 def _settings(start: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,9 @@ def number(value: Any) -> str:
     """Return a number as text: integers in full with commas, others with four or five digits."""
     if not is_number(value):
         return text(value)
-    if isinstance(value, int) and abs(value) < 10**15:
+    if isinstance(value, int):
         return f"{value:,}"
-    try:
-        found = float(value)
-    except OverflowError:
-        return "more than 1e308"
-    return f"{found:,.0f}" if 1000 <= abs(found) < 1e15 else f"{found:.5g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def duration(seconds: Any) -> str:
