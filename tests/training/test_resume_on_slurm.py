@@ -493,7 +493,7 @@ def test_mixed_faults(cluster, check_finished):
     def furthest():
         return max(line["step"] for line in job.run.lines(job.run.path / "ledger-0.jsonl"))
 
-    for number, kind in enumerate(kinds):
+    def survives(number, kind):
         starts, step, since = len(job.begins()), furthest(), time.time()
         lost = hurt(number, kind)
         try:
@@ -503,6 +503,9 @@ def test_mixed_faults(cluster, check_finished):
                 (cluster.mend if kind == "cut" else cluster.power_on)(lost)
         sys.stdout.write(f"{kind} {lost}: {time.time() - since:.1f} s\n")
         sys.stdout.flush()
+
+    for number, kind in enumerate(kinds):
+        survives(number, kind)
     assert job.ended(900)[:2] == ("COMPLETED", 0), job.log
     sys.stdout.write(job.run.summary.read_text())
     check_finished(job, options)
