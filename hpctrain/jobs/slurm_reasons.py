@@ -20,42 +20,22 @@ _REASONS = {
     "JobHeldAdmin": "held by an administrator: ask them",
     "JobArrayTaskLimit": "as many tasks of its array run as its throttle allows",
     "PartitionDown": "its partition is down: ask an administrator, or use another one",
-    "PartitionInactive": "its partition is inactive: ask an administrator, or use another one",
     "PartitionConfig": "its partition has no such hosts: it would never start",
     "PartitionNodeLimit": "more nodes than its partition allows or has: it would never start",
     "PartitionTimeLimit": "a longer time than its partition allows: it would never start",
     "ReqNodeNotAvail": "hosts that it needs are down, reserved, or needed for maintenance before "
     "it would end: a shorter time may let it start",
-    "Reservation": "waits for its reservation",
-    "ReservationDeleted": "its reservation is gone: cancel it",
-    "Licenses": "waits for a license",
-    "NodeDown": "a host that it needs is down",
     "BadConstraints": "no host satisfies its request: cancel it",
-    "Cleaning": "Slurm is still cleaning up its last start",
-    "Prolog": "its hosts are being prepared",
     "launch failed requeued held": "it could not be started, and is held: scontrol release",
     "JobLaunchFailure": "it could not be started: check its folder, the file system and the host",
     "NonZeroExitCode": "exited with an error",
-    "RaisedSignal": "ended by a signal",
     "TimeLimit": "it reached its time limit",
     "OutOfMemory": "it used more memory than it had requested",
-    "SystemFailure": "Slurm, the file system or the network failed",
-    "InvalidAccount": "its account is not valid any more",
-    "InvalidQOS": "its qos is not valid any more",
-    "AccountNotAllowed": "its account may not use the partition",
-    "QOSNotAllowed": "its qos may not use the partition or account",
-    "FedJobLock": "waits for the other clusters of its federation",
 }  # fmt: skip
 # Advice for a job that waits, which does not apply to a job that has ended.
 _ADVICE = re.compile(": (cancel it|it would never start|ask.*|scontrol release.*)$")
-# For reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: owner of the limit,
-# and limited resource.
+# Owners of the limits in reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount.
 _OWNERS = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
-_RESOURCES = {
-    "Jobs": "jobs that run", "Submit": "jobs that wait or run", "GRES": "GPUs", "Cpu": "CPUs",
-    "CPU": "CPUs", "Mem": "memory", "Node": "nodes", "WallDuration": "time", "Wall": "time",
-    "Minutes": "hours used up",
-}  # fmt: skip
 
 
 def notes(job: QueuedJob) -> str:
@@ -101,10 +81,5 @@ def in_words(reason: str, ended: bool = False) -> str:
 
 
 def _limit(reason: str) -> str:
-    for start, owner in _OWNERS.items():
-        if reason.startswith(start):
-            for part, resource in _RESOURCES.items():
-                if part in reason[3:]:
-                    return f"a limit of {owner}: {resource}"
-            return f"a limit of {owner}"
-    return ""
+    owners = (owner for start, owner in _OWNERS.items() if reason.startswith(start))
+    return next((f"a limit of {owner}" for owner in owners), "")

@@ -526,22 +526,6 @@ def test_follow_skips_log_of_earlier_job(fake):
     assert out.getvalue() == b"later\n"
 
 
-def test_follow_holds_the_begin_of_a_line_back_for_one_read(fake):
-    fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
-    (one,) = slurm.jobs(fake.env)
-    out = io.BytesIO()
-    log = waiting.Log(0, out)
-    shown = []
-    for text in ("loss", " 0.5\n10 %\r20", "", " %", "\n", "x" * 100_000):
-        with open("train.log", "a") as file:
-            file.write(text)
-        log.read(one)
-        shown.append(out.getvalue().decode()[-20:])
-    begin = "loss 0.5\n10 %\r"
-    assert shown[:4] == ["", begin, f"{begin}20", f"{begin}20"]
-    assert shown[4:] == [f"{begin}20 %\n", "x" * 20]
-
-
 def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
