@@ -27,7 +27,6 @@ _ASSIGNMENT = re.compile(
     r"[ \t]*(?:[ \t]#.*)?\r?\Z",
     re.ASCII,
 )
-_MOST_BYTES = 2**20
 
 
 def defaults(spec: JobSpec, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -60,8 +59,7 @@ def completed(spec: JobSpec, env: Mapping[str, str]) -> JobSpec:
 def _assignments(path: Path) -> dict[str, str]:
     """Return the plain assignments of a file; the last one of a name counts, as in bash."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES).decode()
+        content = path.read_bytes().decode()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from typing import Any
 
-from hpctrain.cluster import env_vars
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
@@ -236,30 +235,19 @@ class JobSpec:
 
     def _places(self) -> Iterator[tuple[str, str]]:
         """Yield contradictions about containers, copies on the hosts' disks, and other paths."""
-        for name in ("run_dir", "container", "stage_code"):
-            if getattr(self, name) == "--":  # argparse of Python 3.11 drops such a value
-                yield f"{name} = '--'", "another path, such as ./--"
         pyxis = self.container_runtime == "pyxis"
         if self.container and self.launcher not in ("hpctrain", "srun" if pyxis else ""):
             expected = "launcher = hpctrain, or srun with container_runtime = pyxis"
             yield f"container with launcher = {self.launcher}", expected
-        if self.container and set(",:") & set(self.run_dir):
-            yield f"run_dir = {_shown(self.run_dir)} in a container", "a path without , and :"
         staged = self.stage_code or self.stage_environment or self.stage_data
         if staged and (pyxis or self.launcher != "hpctrain"):
-            found = (
-                "stage_code, stage_environment or stage_data with another launcher than hpctrain"
-            )
-            yield found, "launcher = hpctrain"
+            yield "stage_… with another launcher than hpctrain", "launcher = hpctrain"
         if self.stage_environment and not _TAR.search(self.stage_environment):
             found = f"stage_environment = {_shown(self.stage_environment)}"
             yield found, "a tar archive, such as env.tar.gz"
         if self.stage_data and os.path.basename(self.stage_data.rstrip("/")) in _NO_NAMES:
             expected = "a folder by its name, as that is the name of the copy"
             yield f"stage_data = {_shown(self.stage_data)}", expected
-        if self.stage_data and env_vars.DATA in self.environment:
-            expected = "one of them, as stage_data sets this variable"
-            yield f"stage_data and {env_vars.DATA}", expected
 
 
 def names() -> list[str]:

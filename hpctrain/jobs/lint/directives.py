@@ -40,7 +40,7 @@ _PATHS = ("output", "error", "input", "chdir")
 _LEAST_MEGABYTES = 129
 
 # Number of a line, its options, and if Slurm ignores it, reason and fix.
-_Marked = tuple[int, str, *tuple[str, ...]]
+_Marked = tuple[int, str, str, str]
 
 
 class Option(NamedTuple):
@@ -68,9 +68,9 @@ def read(
     """
     parts: list[dict[str, Option]] = [{}]
     found: list[Found] = []
-    for line, text, *ignored in _marked(lines, comments):
+    for line, text, ignored, fix in _marked(lines, comments):
         if ignored:
-            found.append((line, "directive-ignored", *ignored))
+            found.append((line, "directive-ignored", ignored, fix))
         words = _words(text)
         if words[:1] in (["hetjob"], ["packjob"]):
             parts.append({})
@@ -163,7 +163,7 @@ def _marked(lines: list[str], comments: list[tuple[int, str]]) -> Iterator[_Mark
     end = next(code, len(lines) + 1)
     for number, line in enumerate(lines[: end - 1], 1):
         if line.startswith(_MARK):
-            yield number, line[len(_MARK) :]
+            yield number, line[len(_MARK) :], "", ""
         elif match := _MISSPELT.match(line):
             reason = f"for Slurm {shown(line.strip())} is a comment, as its mark is not {_MARK}"
             yield number, line[match.end() :], reason, f"type {_MARK} at the beginning of the line"
