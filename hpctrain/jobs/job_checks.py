@@ -66,9 +66,8 @@ def _check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
     if run.exists() or not run.is_absolute():
         places.append((f"run_dir = {run}", run))
     for found, place in places:
-        existing = place.absolute()
-        while not os.path.lexists(existing) and existing != existing.parent:
-            existing = existing.parent
+        above = (place.absolute(), *place.absolute().parents)
+        existing = next(folder for folder in above if os.path.lexists(folder))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
             raise UsageError(
                 "HT809",

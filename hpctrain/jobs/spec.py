@@ -170,7 +170,7 @@ class JobSpec:
                 object.__setattr__(self, field.name, field.metadata["check"](value))
             except (ValueError, TypeError) as error:
                 problems.append((f"{field.name} = {_shown(value)}", str(error)))
-        if problems := problems or self._contradictions():
+        if problems := problems or [*self._contradictions()]:
             raise complaint(problems)
 
     @property
@@ -206,18 +206,14 @@ class JobSpec:
         """The indices of the array or sweep; empty for other jobs."""
         return f"0-{len(self.sweep) - 1}" if self.sweep else self.array
 
-    def _contradictions(self) -> list[tuple[str, str]]:
-        """Return contradictions between fields: what was found, what was expected."""
-        return [
-            *((f"{name} and {other}", "one of them") for name, other in _ONE_OF
-              if getattr(self, name) and getattr(self, other)),
-            *((f"{name} without {text}", "both") for name, text, other in _NEEDS
-              if getattr(self, name) and not getattr(self, other)),
-            *self._limits(), *self._places(),
-        ]  # fmt: skip
-
-    def _limits(self) -> Iterator[tuple[str, str]]:
-        """Yield contradictions in the size, the time and the launcher."""
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Yield contradictions between fields: what was found, what was expected."""
+        for name, other in _ONE_OF:
+            if getattr(self, name) and getattr(self, other):
+                yield f"{name} and {other}", "one of them"
+        for name, text, other in _NEEDS:
+            if getattr(self, name) and not getattr(self, other):
+                yield f"{name} without {text}", "both"
         one_rank = self.launcher == "none" or any(
             word.endswith("dataparallel") for word in self.command
         )
@@ -232,9 +228,6 @@ class JobSpec:
         for name in ("elastic", "spares"):
             if getattr(self, name) and self.launcher != "hpctrain":
                 yield f"{name} with launcher = {self.launcher}", "launcher = hpctrain"
-
-    def _places(self) -> Iterator[tuple[str, str]]:
-        """Yield contradictions about containers, copies on the hosts' disks, and other paths."""
         pyxis = self.container_runtime == "pyxis"
         if self.container and self.launcher not in ("hpctrain", "srun" if pyxis else ""):
             expected = "launcher = hpctrain, or srun with container_runtime = pyxis"
