@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from hpctrain.cluster import env_vars
+from hpctrain.jobs.site import VARIABLES
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["environ"]
@@ -25,10 +26,7 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
     passed on.
     """
     clean = {name: value for name, value in env.items() if not name.startswith("SBATCH_")}
-    site_variables = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
-    ignored = sorted(
-        name for name in env if name.startswith("SBATCH_") and name not in site_variables
-    )
+    ignored = sorted({name for name in env if name.startswith("SBATCH_")} - {*VARIABLES.values()})
     notes = [f"{', '.join(ignored)}: ignored; set it by an option"] if ignored else []
     if any(env.get(name) for name in _JOB_ID_VARIABLES):
         clean = env_vars.scrubbed(clean)
