@@ -3,8 +3,6 @@
 Source: JOB REASON CODES and JOB STATE CODES of squeue(1), and the Resource Limits guide.
 """
 
-import re
-
 from hpctrain.cluster.slurm import QueuedJob
 from hpctrain.cluster.texts import printable
 
@@ -25,15 +23,14 @@ _REASONS = {
     "PartitionTimeLimit": "a longer time than its partition allows: it would never start",
     "ReqNodeNotAvail": "hosts that it needs are down, reserved, or needed for maintenance before "
     "it would end: a shorter time may let it start",
-    "BadConstraints": "no host satisfies its request: cancel it",
+    "BadConstraints": "no host satisfies its request",
     "launch failed requeued held": "it could not be started, and is held: scontrol release",
     "JobLaunchFailure": "it could not be started: check its folder, the file system and the host",
     "NonZeroExitCode": "exited with an error",
     "TimeLimit": "it reached its time limit",
+    "QOSNotAllowed": "its qos may not use the partition or account",
     "OutOfMemory": "it used more memory than it had requested",
 }  # fmt: skip
-# Advice for a job that waits, which does not apply to a job that has ended.
-_ADVICE = re.compile(": (cancel it|it would never start|ask.*|scontrol release.*)$")
 # Owners of the limits in reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount.
 _OWNERS = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
 
@@ -49,11 +46,11 @@ def explained(job: QueuedJob) -> str:
     if job.active:
         return in_words(job.reason)
     if job.refused:
-        return f"Slurm refused it: {in_words(job.reason, ended=True) or 'no reason given'}"
+        return f"Slurm refused it: {in_words(job.reason) or 'no reason given'}"
     # Omit reasons without new facts: of the wait before a cancellation, or that a code is not zero.
     if job.state in ("COMPLETED", "CANCELLED") or job.reason == "NonZeroExitCode":
         return ""
-    return in_words(job.reason, ended=True)
+    return in_words(job.reason)
 
 
 def bare(reason: str) -> str:
@@ -62,24 +59,12 @@ def bare(reason: str) -> str:
     return "" if reason in ("None", "N/A") else reason
 
 
-def in_words(reason: str, ended: bool = False) -> str:
-    """Return the meaning of a reason, followed by the reason itself; only the reason if unknown.
-
-    Args:
-        reason: Slurm's reason for a job.
-        ended: whether to leave out the advice for a job that waits.
-    """
+def in_words(reason: str) -> str:
+    """Return the meaning of a reason, followed by the reason itself; only the reason if unknown."""
     reason = printable(bare(reason))
-    if not reason:
-        return ""
     # "ReqNodeNotAvail, UnavailableNodes:node[1-4]", "ReqNodeNotAvail(Unavailable:node1)"
     head = reason.partition(",")[0].partition("(")[0].strip()
-    if meaning := _REASONS.get(head) or _limit(head):
-        meaning = _ADVICE.sub("", meaning) if ended else meaning
-        return f"{meaning} ({reason})"
-    return reason
-
-
-def _limit(reason: str) -> str:
-    owners = (owner for start, owner in _OWNERS.items() if reason.startswith(start))
-    return next((f"a limit of {owner}" for owner in owners), "")
+    owners = (owner for start, owner in _OWNERS.items() if head.startswith(start))
+    limit = next((f"a limit of {owner}" for owner in owners), "")
+    meaning = _REASONS.get(head, limit)
+    return f"{meaning} ({reason})" if meaning else reason

@@ -62,7 +62,7 @@ def _line(about: str, metavar: str = "") -> Any:
 
 def _strings(about: str, metavar: str) -> Any:
     """Return a field for a list of texts."""
-    return _field(values.list_of(values.string), (), about, metavar)
+    return _field(values.strings, (), about, metavar)
 
 
 def _flag(default: bool, about: str) -> Any:

@@ -18,10 +18,10 @@ __all__ = [
     "flag",
     "integer",
     "line",
-    "list_of",
     "name",
     "one_of",
     "string",
+    "strings",
     "sweep",
     "written",
 ]
@@ -45,9 +45,8 @@ def integer(lowest: int, highest: int = 10**6) -> Callable[[Any], int]:
 
     def check(value: Any) -> int:
         text = str(value).strip()
-        if isinstance(value, bool) or not (text.isascii() and text.isdigit() and len(text) < 12):
-            raise ValueError(f"a whole number from {lowest} on")
-        if not lowest <= int(text) <= highest:
+        is_number = not isinstance(value, bool) and re.fullmatch("[0-9]{1,11}", text)
+        if not is_number or not lowest <= int(text) <= highest:
             raise ValueError(f"a whole number from {lowest} to {highest}")
         return int(text)
 
@@ -118,17 +117,13 @@ def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
     return check
 
 
-def list_of(check_item: Callable[[Any], str]) -> Callable[[Any], tuple[str, ...]]:
-    """Return a check for a list, or for one text."""
-
-    def check(value: Any) -> tuple[str, ...]:
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, (list, tuple)):
-            raise ValueError("a list of texts")
-        return tuple(check_item(item) for item in value)
-
-    return check
+def strings(value: Any) -> tuple[str, ...]:
+    """Check a list of texts, or one text."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of texts")
+    return tuple(map(string, value))
 
 
 def command(value: Any) -> tuple[str, ...]:
@@ -138,9 +133,7 @@ def command(value: Any) -> tuple[str, ...]:
             value = shlex.split(value)
         except ValueError as error:
             raise ValueError(f"a list, or a line with its quotes closed ({error})") from None
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("a list of texts, or one line")
-    arguments = tuple(string(item) for item in value)
+    arguments = strings(value)
     if arguments and (not arguments[0].strip() or arguments[0].startswith("-")):
         raise ValueError("a program first")
     return arguments
