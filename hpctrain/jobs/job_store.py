@@ -125,8 +125,8 @@ def find(job: str | int | os.PathLike[str]) -> JobRecord:
 
 def _read(folder: Path) -> JobRecord | None:
     """Return the record in a folder; None if it has none."""
-    record = rundir.RunDirectory(folder).read(folder / _RECORD) or {}
     try:
+        record = json.loads((folder / _RECORD).read_text())
         return JobRecord(
             folder,
             id=str(record["id"]),
@@ -134,7 +134,7 @@ def _read(folder: Path) -> JobRecord | None:
             run_dir=Path(record["run_dir"]),
             title=str(record["title"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         return None
 
 
