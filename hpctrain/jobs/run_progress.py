@@ -22,11 +22,8 @@ __all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
 _TAIL = 2**16
 # Number of newest run folders to search for a job without a folder of its name.
 _MOST_RUNS = 300
-# In a script, a run directory, and what may stand before and after it.
+# A line of a script that sets the run directory.
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?HPCTRAIN_RUN_DIR=")
-_RUN_DIR = re.compile(
-    r"(?:\$(?:PWD|SLURM_SUBMIT_DIR)/)?(?P<path>[^$`]+?)(?P<task>/\$SLURM_ARRAY_TASK_ID)?\Z"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +154,13 @@ def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> 
 def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
     """Return the run directory set in the script; None if only a shell could expand it."""
     for line in script.replace("\\\n", " ").splitlines():
-        option = _ASSIGNED.sub("--run-dir=", line)
-        if "--run-dir" not in option:
-            continue
         with contextlib.suppress(ValueError):  # no words of a shell
-            match = _RUN_DIR.match(rundir.given(shlex.split(option, comments=True)))
-            if match:
-                path = Path(job.folder, match["path"])
+            words = shlex.split(_ASSIGNED.sub("--run-dir=", line), comments=True)
+            given = rundir.given(words)
+            if given and not {"$", "`"} & {*given}:
                 # `hpctrain run --run-dir` adds the index itself; without an array it is "N/A".
-                task = path / job.task if job.task.isdigit() else path
-                return task if match["task"] or os.path.isdir(task) else path
+                path, task = Path(job.folder, given), Path(job.folder, given, job.task)
+                return task if os.path.isdir(task) else path
     return None
 
 

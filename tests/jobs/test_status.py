@@ -165,7 +165,7 @@ def test_status_finds_run_directory_in_batch_script(fake):
     fake.jobs(job("70_3", WorkDir=os.getcwd()))
     (one,) = slurm.jobs(fake.env)
     for line in (
-        "export HPCTRAIN_RUN_DIR=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID",
+        "export HPCTRAIN_RUN_DIR='my runs/x'",
         "exec hpctrain run --code 1a \\\n    --run-dir 'my runs/x' t.py --lr 1",
         "srun python t.py --run-dir='my runs/x/3' # --run-dir other",
     ):
