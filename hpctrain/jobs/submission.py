@@ -43,7 +43,6 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
     """
     notes = job_checks.check(spec, env)
     spec, host_notes = _without_bad_hosts(spec, env)
-    text(spec)  # refuses what cannot work, before anything is written
     _make_log_folder(spec, env)
     tree, code_notes = _freeze(spec)
     clean, left_out = job_environment.environ(spec, env)
