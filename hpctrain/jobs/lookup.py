@@ -1,15 +1,15 @@
 """Lookup of a run or a job by a number, a run directory, or the job's name."""
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
-from hpctrain.errors import StartError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.jobs.run_progress import label_of, progress, run_of
+from hpctrain.jobs.slurm_reasons import absent
 
 __all__ = ["Named", "find", "own_jobs", "runs"]
 
@@ -122,15 +122,7 @@ def own_jobs(
         user_jobs = slurm.jobs(env, uid=os.getuid())
         return [_check_owned(find(name, user_jobs, env, active_first)) for name in names]
     except slurm.NoAnswerError as error:
-        if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
-            raise StartError(
-                "HT815",
-                f"{text}: there is no Slurm on this host (no squeue on the PATH)",
-                "a login host of the cluster",
-            ) from None
-        raise StartError(
-            "HT816", f"{text}: nothing was changed: {error}", "an answer from Slurm"
-        ) from None
+        raise absent(f"{text}: nothing was changed: {error}") from None
 
 
 def _check_owned(named: Named) -> Named:

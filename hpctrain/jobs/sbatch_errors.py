@@ -14,7 +14,7 @@ from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["MEANINGS", "absent", "refused"]
+__all__ = ["MEANINGS", "refused"]
 
 _FIELDS = {field.name: field for field in fields(JobSpec)}
 # Pattern for sbatch's text, the names of JobSpec that can fix it, and what Slurm expects.
@@ -54,25 +54,6 @@ _TEMPORARY = re.compile(
     r"|configuration (file|source)|munge",
     re.IGNORECASE,
 )
-
-
-def absent(reason: str) -> StartError:
-    """Return the error for a missing sbatch, or one that did not answer.
-
-    Args:
-        reason: why there is no answer; has "no sbatch" if it is missing.
-    """
-    if "no sbatch" in reason:
-        return StartError(
-            "HT815",
-            reason,
-            "a login node of the cluster, or its Slurm module",
-            "module load slurm",
-            "hpctrain run …, to start the ranks on this machine",
-        )
-    return StartError(
-        "HT816", reason, "an answer", "check with hpctrain status before you try again"
-    )
 
 
 def refused(message: str, spec: JobSpec, env: Mapping[str, str]) -> StartError | UsageError:

@@ -1,12 +1,13 @@
-"""Explanation of Slurm's states and reasons. Pure.
+"""Explanation of Slurm's states and reasons, and of its absence. Pure.
 
 Source: JOB REASON CODES and JOB STATE CODES of squeue(1), and the Resource Limits guide.
 """
 
 from hpctrain.cluster.slurm import QueuedJob
 from hpctrain.cluster.texts import printable
+from hpctrain.errors import StartError
 
-__all__ = ["bare", "explained", "in_words", "notes"]
+__all__ = ["absent", "bare", "explained", "in_words", "notes"]
 
 _REASONS = {
     "Resources": "waits for hosts to become free; it is the next in line",
@@ -33,6 +34,21 @@ _REASONS = {
 }  # fmt: skip
 # Owners of the limits in reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount.
 _OWNERS = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
+
+
+def absent(reason: str, *instead: str) -> StartError:
+    """Return the error for a missing command of Slurm, or one that did not answer.
+
+    Args:
+        reason: why there is no answer; has "on the PATH" if the command is missing.
+        instead: what to do on a host without Slurm.
+    """
+    if "on the PATH" in reason:
+        place = "a login node of the cluster, or its Slurm module"
+        return StartError("HT815", reason, place, "module load slurm", *instead)
+    return StartError(
+        "HT816", reason, "an answer", "check with hpctrain status before you try again"
+    )
 
 
 def notes(job: QueuedJob) -> str:
