@@ -5,8 +5,9 @@ by `hpctrain.options()`, and to open its Session itself. Its own options are lef
 """
 
 import ast
-from collections.abc import Sequence
 from pathlib import Path
+
+from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["check"]
 
@@ -19,21 +20,28 @@ _PARSING = ("parse_args", "parse_known_args")
 _SETTING = ("Session", "set_defaults")
 
 
-def check(script: str, words: Sequence[str], ranks: int | None, complete: bool) -> None:
-    """Refuse training options with which a script cannot train.
+def check(spec: JobSpec) -> None:
+    """Refuse training options with which a script cannot train, also in a setting of a sweep.
 
     Args:
-        script: path of a Python script.
-        words, ranks, complete: as in `early_check.check`.
+        spec: job whose command is a Python, the path of a script, and its options.
 
     Raises:
         UsageError: an option or a value of a recipe is invalid, or contradicts another one.
     """
+    script, *words = spec.command[1:]
     found = _set_by(script)
-    if found is not None:
-        from hpctrain.arguments import early_check  # only for such scripts, as it is slow
+    if found is None:
+        return
+    from hpctrain.arguments import early_check  # only for such scripts, as it is slow
 
-        early_check.check(script, words, *found, ranks, complete)
+    # With one task, `hpctrain run` starts a rank for each GPU that it finds.
+    is_certain = spec.launcher != "none" and (spec.tasks > 1 or spec.gpus == 1)
+    ranks = spec.nodes * spec.tasks if is_certain else None
+    complete = not (spec.dependency or spec.setup)
+    for setting in spec.sweep or ((),):
+        more = [word for name, value in setting for word in (f"--{name}", value)]
+        early_check.check(script, [*words, *more], *found, ranks, complete)
 
 
 def _set_by(script: str) -> tuple[set[str], bool] | None:
