@@ -233,13 +233,13 @@ def linted(capsys, *names, code):
 def test_lint_json_of_findings_fits_its_schema(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("a.sh").write_text("#!/bin/bash\n#SBATCH --output=logs/%j\n#SBATCH --mem=64\n")
-    Path("b.sh").write_text("#!/bin/bash\n # no command\n #SBATCH --nodes=2\n")
+    Path("b.sh").write_text("#SBATCH --nodes=2\n")
     Path("empty.sh").write_text("")
     document = linted(capsys, "a.sh", "empty.sh", "b.sh", code=2)
     assert [(one["file"], one["line"], one["rule"]) for one in document] == [
         ("a.sh", 2, "log-folder-missing"),
         ("a.sh", 3, "memory-in-megabytes"),
-        ("b.sh", 3, "directive-ignored"),
+        ("b.sh", 1, "no-shebang"),
     ]
     assert linted(capsys, "a.sh", "b.sh", code=1) == document
     refuses_all_changes("lint", document)

@@ -30,8 +30,15 @@ WRONG = {
     "directive-ignored-misspelt": 3,
     "directive-ignored-space": 3,
     "directive-ignored": 5,
+    "directive-refused-dash": 3,
+    "directive-refused-equals": 2,
+    "directive-refused-quote": 3,
+    "directive-refused-signal": 3,
+    "directive-refused-time": 3,
+    "directive-refused": 2,
     "directive-variable-home": 3,
     "directive-variable": 3,
+    "dos-line-ends": 4,
     "export-cut": 3,
     "export-none": 6,
     "fixed-port-accelerate": 6,
@@ -57,9 +64,11 @@ WRONG = {
     "missing-srun-torchrun": 5,
     "missing-srun": 10,
     "no-kill-on-bad-exit-container": 5,
+    "no-shebang": 1,
     "no-time-to-save": 3,
     "no-time-to-train": 4,
     "no-wait": 5,
+    "open-quote": 4,
     "option-twice": 5,
     "manual-rank-local": 5,
     "manual-rank-world-size": 5,
@@ -84,6 +93,9 @@ WRONG = {
     "tasks-and-gpus": 6,
     "trap-lost": 6,
     "trap-waits": 7,
+    "unknown-option-ambiguous": 2,
+    "unknown-option-of-srun": 3,
+    "unknown-option": 3,
 }
 
 
@@ -150,7 +162,7 @@ def test_lint_rules_have_wrong_script_and_docs():
     planted = {name for name in documented if any(file.startswith(name) for file in WRONG)}
     assert planted == {*documented}
     sources = [path.read_text() for path in Path(package.__file__).parent.glob("*.py")]
-    pattern = r'(?:yield .*?|append\(\(line, )"([a-z]+(?:-[a-z]+)+)",'
+    pattern = r'(?:yield .*?|_report\()"([a-z]+(?:-[a-z]+)+)",'
     assert {name for text in sources for name in re.findall(pattern, text)} == {*documented}
 
 
@@ -191,15 +203,63 @@ def test_lint_directives_that_sbatch_accepts(line):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "#SBATCH: -N 2",
+        "#SBATCH --nodes = 2",
+        "#SBATCH -nodes=2",
+        "#SBATCH --nodes",
+        "#SBATCH -N",
+        "#SBATCH --exclusive user",
+        "#SBATCH --mem=10G B",
+        '#SBATCH --comment="a\\"',
+        "#SBATCH --signal=B:USR2@70000",
+        "#SBATCH --signal=USR2@B:60",
+        "#SBATCH --time=",
+        "#SBATCH -Z",
+    ],
+)
+def test_lint_directives_that_sbatch_refuses(line):
+    assert rules(f"#!/bin/bash\n{line}\ntrap : USR2\nhostname\n") == ["directive-refused"]
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "options"),
+    [
+        ("--ntasks_per_node=2", ["--ntasks-per-node"]),
+        ("--gpu-per-node=2", ["--gpus-per-node"]),
+        ("--cpu-per-task=2", ["--cpus-per-task"]),
+        ("--partiton=gpu", ["--partition"]),
+        ("--kill-on-bad-exit=1", ["srun --kill-on-bad-exit …"]),
+        ("--nod=2", ["--nodefile", "--nodelist", "--nodes"]),
+    ],
+)
+def test_lint_misspelt_option_suggests_nearest(misspelt, options):
+    (finding,) = lint(f"#!/bin/bash\n#SBATCH {misspelt}\n", Path("/nowhere"))
+    assert finding.rule == "unknown-option"
+    assert finding.fixes[: len(options)] == tuple(f"type {one}" for one in options)
+
+
+@pytest.mark.parametrize(
     ("lines", "found"),
     [
-        # A line that sbatch ignores counts as what a person means.
+        # A misspelt option and a line that sbatch ignores count as what a person means.
+        (
+            "#SBATCH --nodess=2 --ntask-per-node=4 --time=24h\npython a.py",
+            {"unknown-option", "directive-refused", "missing-srun"},
+        ),
         ("# SBATCH --nodes=2\npython a.py", {"directive-ignored", "missing-srun"}),
+        ("#SBATCH --nodes=2\n#SBATCH -n=8\npython a.py", {"directive-refused", "missing-srun"}),
         # What would be wrong with srun is found while it is not there.
         (
             "#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=2 --cpus-per-gpu=4\n"
             "export RANK=$SLURM_PROCID MASTER_ADDR=localhost\npython a.py",
             {"missing-srun", "tasks-and-gpus", "manual-rank", "hosts-apart"},
+        ),
+        # The rest of a line, after an option that sbatch refuses.
+        (
+            "#SBATCH --cpu-bind=cores -Z --mem=8\nhostname",
+            {"unknown-option", "directive-refused", "memory-in-megabytes"},
         ),
     ],
 )
@@ -240,23 +300,28 @@ def test_lint_missing_cpus_fix_is_for_all_gpus_and_names_srun(directives, fixed)
 
 
 @pytest.mark.parametrize(
-    ("command", "first"),
+    ("directives", "command", "fixed"),
     [
-        ("torchrun --nproc-per-node 2 a.py --lr 1", "hpctrain run SCRIPT"),
-        ('torchrun --nnodes=2 --rdzv-endpoint="$head:$P" a.py', "hpctrain run SCRIPT"),
-        ("accelerate launch a.py", "hpctrain run SCRIPT"),
-        ("python a.py", '--cpus-per-task="$SLURM_CPUS_PER_TASK" python a.py'),
+        # Without rendezvous options, srun would start a separate training on each host.
+        ("--ntasks-per-node=1", "torchrun --nproc-per-node 2 a.py --lr 1", "2 a.py --lr 1"),
+        ("-n 8 -c 4", "torchrun --standalone --nproc-per-node=4 a.py", "--cpus-per-task=16 "),
+        ("-n 2", "torchrun --nnodes 2 --node-rank $SLURM_NODEID -m a", " -m a"),
+        ("-n 2", "python -m torch.distributed.run --master-addr=localhost a.py", "run --nnodes="),
+        ("-n 2", 'torchrun --nnodes=2 --rdzv-endpoint="$head:$P" a.py', "torchrun --nnodes=2 --rd"),
+        ("-n 2", "accelerate launch a.py", "--num_machines=$SLURM_JOB_NUM_NODES"),
+        ("-n 2 -c 4", "python a.py", '--cpus-per-task="$SLURM_CPUS_PER_TASK" python a.py'),
+        ("-n 2", "python a.py --rank $SLURM_PROCID", "bash -c 'python a.py --rank $SLURM_PROCID'"),
     ],
 )
-def test_lint_missing_srun_fix_is_right(command, first):
-    script = "#!/bin/bash\n#SBATCH -N 2 -n 2 -c 4\n"
+def test_lint_missing_srun_fix_is_right(directives, command, fixed):
+    script = f"#!/bin/bash\n#SBATCH -N 2 {directives}\n"
     (finding,) = lint(script + command, Path("/nowhere"))
     assert finding.rule == "missing-srun"
-    assert first in finding.fixes[0]
-    for fix in finding.fixes:
-        line = fix.removeprefix("type ").partition(" in the last line")[0].replace("…", "a.py")
-        extra = "export SRUN_CPUS_PER_TASK=4\n"
-        assert rules(script + extra + line) == []
+    fix, *others = finding.fixes
+    assert fixed in fix
+    assert all(rules(script + other) == [] for other in others)
+    assert ("--rdzv-backend=c10d" in fix) == ("torch" in command and "head" not in command)
+    assert rules(script + fix) == []
 
 
 @pytest.mark.parametrize(
@@ -431,26 +496,27 @@ def test_lint_reads_recursive_variables():
 
 def test_lint_prints_file_line_rule_and_fix(tmp_path, capsys):
     script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --ntasks=1\n#SBATCH --mem=8\n")
+    script.write_text("#!/bin/bash\n#SBATCH --ntasks=1\n#SBATCH --time=24h\n")
     right = tmp_path / "right.sh"
     right.write_text("#!/bin/bash\n#SBATCH --ntasks=1\nhostname\n")
     assert run(right) == 0
     assert capsys.readouterr().out == ""
     assert run(right, script) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{script}:3: memory-in-megabytes: ")
+    assert first.startswith(f"{script}:3: directive-refused: ")
     assert second.startswith("  fix:      type ")
-    script.write_text("#!/bin/bash\n#SBATCH --comment=$USER\n")
+    script.write_text("#!/bin/bash\n#SBATCH --nod=1\n")
     assert run(script) == 1
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line[:12] for line in lines] == ["  fix:      ", "  or:       "]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        *("  fix:      type --nodefile", "  or:       type --nodelist", "  or:       type --nodes")
+    ]
 
 
 def test_lint_reads_standard_input(monkeypatch, capsys):
-    text = b"#!/bin/bash\n#SBATCH --mem=8\n"
+    text = b"#!/bin/bash\n#SBATCH --time=24h\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     assert run("-") == 1
-    assert capsys.readouterr().out.startswith("standard input:2: memory-in-megabytes: ")
+    assert capsys.readouterr().out.startswith("standard input:2: directive-refused: ")
 
 
 @pytest.mark.parametrize(
@@ -479,11 +545,11 @@ def test_lint_refuses_files_that_are_not_a_script(content, message, tmp_path):
 
 def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys):
     wrong = tmp_path / "wrong.sh"
-    wrong.write_text("#!/bin/bash\n#SBATCH --mem=8\n")
+    wrong.write_text("#!/bin/bash\n#SBATCH --time=24h\n")
     with pytest.raises(UsageError, match=r"nothere\.sh cannot be read"):
         run(wrong, tmp_path / "nothere.sh", wrong)
     found = capsys.readouterr().out
-    assert found.count("memory-in-megabytes") == 2
+    assert found.count("directive-refused") == 2
     with pytest.raises(
         UsageError, match=r"(?s)a\.sh cannot be read.*b\.sh cannot be read"
     ) as caught:

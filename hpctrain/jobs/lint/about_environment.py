@@ -1,9 +1,8 @@
-"""Rules on #SBATCH lines, variables and paths: the environment of tasks, the path of the script."""
+"""Rules on quotes, variables and paths: the environment of tasks, the path of the script."""
 
 import re
 from collections.abc import Iterator
 
-from hpctrain.jobs.lint.directives import missing_log_folders
 from hpctrain.jobs.lint.lint_finding import Found, shown
 from hpctrain.jobs.lint.linted_script import OF_A_TASK, LintedScript
 from hpctrain.jobs.lint.shell import plain
@@ -24,10 +23,18 @@ _CLEARS_SLURM = re.compile(r"unset\b.*SLURM|env\s+(-i|-u\s*S(LURM|BATCH)_)|\$\{!
 _HARMLESS = "echo printf logger basename [ [[ test case trap sbatch"
 
 
-def _directives(script: LintedScript) -> Iterator[Found]:
-    """Yield what is wrong with the #SBATCH lines."""
-    yield from script.found
-    yield from missing_log_folders(script.parts, script.folder)
+def _form(script: LintedScript) -> Iterator[Found]:
+    """Yield what is wrong with the form of the script and its #SBATCH lines."""
+    yield from script.directives.found
+    yield from script.directives.missing_log_folders(script.folder)
+    # Both tested with 22.05.
+    if not script.text.startswith("#!"):
+        reason = "sbatch refuses a script whose first line does not begin with #!"
+        yield 1, "no-shebang", reason, "put #!/bin/bash into the first line, at its very beginning"
+    before, carriage, _ = script.text.partition("\r\n")
+    if carriage:
+        reason = "lines end in \\r\\n, and sbatch refuses the script"
+        yield before.count("\n") + 1, "dos-line-ends", reason, "sed -i 's/\\r$//' SCRIPT"
 
 
 def _ranks(script: LintedScript) -> Iterator[Found]:
@@ -95,7 +102,12 @@ def _fixed_ports(script: LintedScript) -> Iterator[Found]:
 
 
 def _shell(script: LintedScript) -> Iterator[Found]:
-    """Yield secrets, the script's own path, and jobs that inherit variables."""
+    """Yield open quotes, secrets, the script's own path, and jobs that inherit variables."""
+    # Here-documents in $(…), and quotes with a backslash in them, are not looked at.
+    quote = script.shell.open_quote
+    if quote and "<<" not in script.text and "$'" not in script.text:
+        reason = "this quote is not closed, and bash ends here with an error"
+        yield quote, "open-quote", reason, "type the other quote", "shellcheck SCRIPT"
     # Slurm keeps a copy of the script: sbatch(1), AccountingStoreFlags.
     for one in script.shell.variables:
         fix = f'read it from a file that only you can read: {one.name}=$(<"$HOME/.{one.name}")'
@@ -125,4 +137,4 @@ def _shell(script: LintedScript) -> Iterator[Found]:
 
 
 #: Functions that yield what is wrong with a script.
-RULES = (_directives, _environment, _ranks, _shell)
+RULES = (_environment, _form, _ranks, _shell)

@@ -18,20 +18,24 @@ _BY_TASK = frozenset(("gpus-per-task", "gpu-bind", "ntasks-per-gpu"))
 _CPUS = frozenset(("cpus-per-task", "cpus-per-gpu", "tres-per-task"))
 _CPUS_OF_JOB = frozenset(("exclusive", "mincpus", "extra-node-info")) | _CPUS
 # torchrun with its own options, up to the program that it starts.
-_TORCHRUN = re.compile(
-    r"(?:python\S* (?:-\S+ )*-m )?[\w/.$-]*(?:torchrun|torch.distributed.(?:run|launch))"
-    r"(?P<options>.*?) (?:-m \S|\S+\.py\b)",
-    re.DOTALL,
+_NAME = (
+    r"(?P<name>(?:python\S* (?:-\S+ )*-m )?[\w/.$-]*(?:torchrun|torch.distributed.(?:run|launch)))"
 )
+_TORCHRUN = re.compile(_NAME + r"(?P<options>.*?)(?P<program> (?:-m \S+|\S+\.py\b).*)", re.DOTALL)
 _OPTION = re.compile(r" --?([\w-]+)(?:(?:=| (?!-))(\S+))?")
+_RENDEZVOUS_OPTION = re.compile(
+    r" --(?:(?:nn|node.rank|rdzv.(?:backend|endpoint)|master.)\w*[= ]\S+|standalone)"
+)
 _LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[?::1\]?)?(:.*)?\Z")
 _FIRST_HOST = "$(scontrol show hostnames | head -n 1)"
 _RENDEZVOUS = (
-    '--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d '
+    ' --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d '
     f'--rdzv-endpoint="{_FIRST_HOST}:$((20000 + SLURM_JOB_ID % 10000))"'
 )
-_AGENTS = f"type srun --kill-on-bad-exit=1 --ntasks-per-node=1 torchrun {_RENDEZVOUS} …"
-_RUN = "type exec hpctrain run SCRIPT in the last line: it starts the ranks of all hosts"
+_ACCELERATE = (
+    "bash -c 'accelerate launch --num_machines=$SLURM_JOB_NUM_NODES "
+    "--machine_rank=$SLURM_NODEID --main_process_ip=FIRST_HOST --main_process_port=PORT …'"
+)
 _OWN_CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
 
 
@@ -76,27 +80,39 @@ def _nproc(launch: Launch) -> int | None:
 
 def _with_srun(script: LintedScript, launch: Launch) -> tuple[str, ...]:
     """Return the lines that start a program on all nodes."""
-    if launch.kind == "agent":
-        return _RUN, _AGENTS
-    cpus = f"{_OWN_CPUS} " if script.count("cpus-per-task") else ""
-    run = re.sub(r"^python (?!-)|^python (?=-m )", "exec hpctrain run ", launch.text)
-    return (
-        f"srun --kill-on-bad-exit=1 {cpus}{launch.text}",
-        *([run] if run != launch.text else []),
-    )
+    srun, command, cpus = "srun --kill-on-bad-exit=1", launch.text, script.count("cpus-per-task")
+    if launch.kind != "agent":
+        srun += f" {_OWN_CPUS}" if cpus else ""
+        # The batch shell would replace such a variable by 0, for all tasks.
+        command = f"bash -c '{command}'" if OF_A_TASK.search(command) else command
+        run = re.sub(r"^python (?!-)|^python (?=-m )", "exec hpctrain run ", command)
+        return (f"{srun} {command}", *([run] if run != command else []))
+    srun += ' --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+    # One agent has the CPUs of all tasks of its host.
+    srun += f" --cpus-per-task={cpus * (script.tasks_per_node or 1)}" if cpus else ""
+    if command.startswith("accelerate"):
+        return (f"{srun} {_ACCELERATE}",)
+    apart, together = _torchrun(launch)
+    return (f"{srun} {together if apart or '--node-rank' in command else command}",)
 
 
-def _apart(launch: Launch) -> str:
-    """Return why the agents of torchrun do not find each other; empty if that is not certain."""
+def _torchrun(launch: Launch) -> tuple[str, str]:
+    """Return why the agents of torchrun do not find each other, and the command with which they do.
+
+    The first is empty if they find each other, or if that is not certain.
+    """
     match = _TORCHRUN.search(launch.program)
     if not match or "$" in _OPTION.sub("", match["options"]):
-        return ""
+        return "", launch.text
     given = {name.replace("_", "-"): value for name, value in _OPTION.findall(match["options"])}
-    if "standalone" in given or given.get("nnodes", given.get("nnode", "1")) in ("1", "1:1"):
-        return "srun starts torchrun on several hosts, and without --nnodes each trains alone"
-    if _LOOPBACK.match(given.get("rdzv-endpoint") or given.get("master-addr", "")):
-        return "each host's torchrun searches for the others on its own host, and finds none"
-    return ""
+    nodes = given.get("nnodes", given.get("nnode", "1"))
+    apart = ""
+    if "standalone" in given or nodes in ("1", "1:1"):
+        apart = "srun starts torchrun on several hosts, and without --nnodes each trains alone"
+    elif _LOOPBACK.match(given.get("rdzv-endpoint") or given.get("master-addr", "")):
+        apart = "each host's torchrun searches for the others on its own host, and finds none"
+    rest = plain(_RENDEZVOUS_OPTION.sub("", match["options"]) + match["program"])
+    return apart, f"{shown(plain(match['name']))}{_RENDEZVOUS}{shown(rest)}"
 
 
 def _steps(script: LintedScript) -> Iterator[Found]:
@@ -141,9 +157,9 @@ def _hosts_apart(script: LintedScript, step: Launch) -> Iterator[Found]:
     """
     # Another training on each host may be intended, and options may come from the environment.
     intended = OF_A_TASK.search(plain(step.program)) or "PET_" in script.text
-    apart = _apart(step) if step.kind == "agent" and step.by and not intended else ""
-    if apart:
-        yield step.line, "hosts-apart", apart, _AGENTS, _RUN
+    apart, together = _torchrun(step)
+    if apart and step.kind == "agent" and step.by and not intended:
+        yield step.line, "hosts-apart", apart, f"srun … {together}"
     address = script.shell.exported("MASTER_ADDR")
     own = step.kind != "python" or "MASTER_ADDR" in step.program
     if address and not own and _LOOPBACK.match(address.value):

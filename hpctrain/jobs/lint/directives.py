@@ -1,34 +1,31 @@
-"""The #SBATCH lines of a script, and the rules on what Slurm ignores or reads otherwise.
+"""The #SBATCH lines of a script, and the rules on what Slurm ignores, refuses or reads otherwise.
 
 sbatch(1), DESCRIPTION: they end at the first line that is neither a comment nor white space. The
-treatment of quotes and # was tested with sbatch 22.05. A line that sbatch ignores is reported, and
-read as a person means it: what else is wrong is found at once. What sbatch itself refuses, such as
-an unknown option, is left to sbatch: it tells so before the job is in the queue.
+treatment of quotes and # was tested with sbatch 22.05. A line that sbatch ignores and an option
+that is misspelt are reported, and read as a person means them: what else is wrong is found at once.
 """
 
 import itertools
 import re
 import shlex
 import signal
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.jobs.lint.lint_finding import Found, shown
+from hpctrain.jobs.lint.sbatch_options import SHORT, SRUN_ONLY, VALUED, long_names, similar
+from hpctrain.jobs.units import slurm_seconds
 
-__all__ = ["SHORT", "SIGNALS", "Option", "missing_log_folders", "read", "signal_request"]
+__all__ = ["SIGNALS", "Directives", "Option", "signal_request"]
 
-#: Long names of the short options with a value that sbatch and srun have in common.
-SHORT = {
-    "A": "account", "c": "cpus-per-task", "C": "constraint", "d": "dependency", "D": "chdir",
-    "e": "error", "G": "gpus", "i": "input", "J": "job-name", "m": "distribution", "n": "ntasks",
-    "N": "nodes", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist",
-    "x": "exclude",
-}  # fmt: skip
 #: Names of signals by number, and EXIT, as for `trap`.
 SIGNALS = {"0": "EXIT"} | {str(one.value): one.name[3:] for one in signal.Signals}
 _SIGNAL = re.compile(r"(?:([RB]+):)?(\w+)(?:@([0-9]{1,5}))?\Z")
 _MARK = "#SBATCH"
+# More than a script has; further lines, and the rest of a longer one, are not looked at.
+_MOST_LINES, _MOST_CHARACTERS = 500, 2_000
 # "# sbatch --x script.sh" is an example of a command, and no directive, and so is ##SBATCH.
 _MISSPELT = re.compile(
     r"\s+#SBATCH(?=[\s-])|"
@@ -40,7 +37,7 @@ _PATHS = ("output", "error", "input", "chdir")
 _LEAST_MEGABYTES = 129
 
 # Number of a line, its options, and if Slurm ignores it, reason and fix.
-_Marked = tuple[int, str, str, str]
+_Marked = tuple[int, str, *tuple[str, ...]]
 
 
 class Option(NamedTuple):
@@ -48,97 +45,141 @@ class Option(NamedTuple):
 
     Attributes:
         line: line number in the script, from 1.
+        name: long name, without hyphens.
         value: value as sbatch reads it, without quotes; empty if there is none.
     """
 
     line: int
+    name: str
     value: str
 
 
-def read(
-    lines: list[str], comments: list[tuple[int, str]]
-) -> tuple[list[dict[str, Option]], list[Found]]:
-    """Return the last option of each name, and what is wrong with the lines.
+class Directives:
+    """The #SBATCH lines of a script.
 
-    There is a table of options for each part of a heterogeneous job; else only one.
-
-    Args:
-        lines: lines of the script.
-        comments: line numbers and texts of its comments.
+    Attributes:
+        parts: the last option of each name; several parts only for a heterogeneous job.
+        found: what is wrong with the lines.
     """
-    parts: list[dict[str, Option]] = [{}]
-    found: list[Found] = []
-    for line, text, ignored, fix in _marked(lines, comments):
-        if ignored:
-            found.append((line, "directive-ignored", ignored, fix))
-        words = _words(text)
-        if words[:1] in (["hetjob"], ["packjob"]):
-            parts.append({})
-        for word, following in itertools.pairwise([*words, "-"]):
-            name, value = _option(word, "" if following.startswith("-") else following)
-            if name:
-                found += _findings(line, name, value, parts[-1].get(name))
-                parts[-1][name] = Option(line, value)
-    return parts, found
 
+    def __init__(self, lines: list[str], comments: list[tuple[int, str]]) -> None:
+        self.parts: list[dict[str, Option]] = [{}]
+        self.found: list[Found] = []
+        for line, text, *ignored in itertools.islice(_marked(lines, comments), _MOST_LINES):
+            self._line = line
+            if ignored:
+                self._report("directive-ignored", *ignored)
+            self._words = deque(self._split(text[:_MOST_CHARACTERS].rstrip("\\")))
+            if self._words and self._words[0] in ("hetjob", "packjob"):
+                self.parts.append({})
+                continue
+            while self._words:
+                self._take(self._words.popleft())
 
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text.rstrip("\\"), comments=True)
-    except ValueError:  # a quote that is not closed; sbatch refuses the line
-        return []
+    def _report(self, rule: str, reason: str, *fixes: str) -> None:
+        self.found.append((self._line, rule, reason, *fixes))
 
+    def _refuse(self, why: str, fix: str) -> None:
+        self._report("directive-refused", f"sbatch refuses this line: {why}", f"type {fix}")
 
-def _option(word: str, following: str) -> tuple[str, str]:
-    """Return name and value of an option, whose value may be the next word; empty for no option."""
-    if word.startswith("--"):
-        name, equals, value = word[2:].partition("=")
-        name = f"n{name}" if name in ("tasks", "tasks-per-node") else name
-        return name, value if equals else following
-    if word.startswith("-"):
-        return SHORT.get(word[1:2], ""), word[2:] or following
-    return "", ""
+    def _split(self, text: str) -> list[str]:
+        try:
+            return shlex.split(text, comments=True)
+        except ValueError:
+            quote = "the other quote; a #SBATCH line ends with its line"
+            self._refuse(f"a quote in {shown(text.strip())} is not closed", quote)
+            return re.split("['\"]", text)[0].split()
 
+    def _take(self, word: str) -> None:
+        """Take a word, and the next one if it is the value."""
+        given, equals, value = word.lstrip("-").partition("=")
+        if not re.match(r"--?[^-]", word):
+            dashes = shown(given.lstrip("–—−"))
+            fix = f"--{dashes}, with two hyphens" if dashes != given else "--NAME=VALUE"
+            self._refuse(f"{shown(word)} is no option", fix)
+            self._words.clear()
+            return
+        if word[1] != "-" and equals and long_names(given):
+            self._refuse(f"{shown(word)} has one hyphen", f"-{shown(word)}")
+        elif word[1] != "-":
+            given, equals, value = SHORT.get(word[1], word[1]), "", word[2:]
+            if value and given in SHORT.values() and given not in VALUED:
+                self._words.appendleft(f"-{value}")
+                value = ""
+        name = self._named(given)
+        if name in VALUED and not equals:
+            value = value or (self._words.popleft() if self._words else "")
+            if not value or value[0] == "=":
+                why = "needs a value" if not value else "has a = that is read as part of its value"
+                self._refuse(f"--{name} {why}", f"{_MARK} --{name}=VALUE")
+                value = value[1:] or (self._words.popleft() if self._words else "")
+        if name:
+            self._add(Option(self._line, name, value))
 
-def _findings(line: int, name: str, value: str, old: Option | None) -> Iterator[Found]:
-    """Yield what is wrong with an option, by its section of sbatch(1)."""
-    text = f"--{name}={shown(value)}"
-    if old and old.value != value:
-        both = f"{shown(old.value)} in line {old.line} and {shown(value)} here"
-        reason = f"--{name} is {both}; Slurm uses the last one without a warning"
-        yield line, "option-twice", reason, f"keep one of lines {old.line} and {line}"
-    if (value[:1] == "~" and name in _PATHS) or re.search(r"\$[\w{(]", value):
-        reason = f"no shell reads a #SBATCH line: {text} is used literally"
-        fix = "write the value itself (in file names %u is the user, %j the job, %x its name)"
-        yield line, "directive-variable", reason, fix, f"type sbatch --{name}=… SCRIPT"
-    small = name == "mem" and re.fullmatch("[0-9]{1,3}", value)
-    if small and 0 < int(value) < _LEAST_MEGABYTES:
-        reason = f"--mem={value} is {value} megabytes, for all tasks of a node"
-        yield line, "memory-in-megabytes", reason, f"type --mem={value}G"
-    cut = [one for one in value.split(",") if name == "export" and not _EXPORTED.match(one)]
-    if cut:
-        reason = f"--export is cut at commas: {shown(cut[0])} is read as a variable's name"
-        yield line, "export-cut", reason, "export it in the script: export NAME='a,b'"
+    def _named(self, given: str) -> str:
+        """Return the option that a person means; empty for one of a plugin, or for several."""
+        meant = long_names(given)
+        if len(meant) == 1:
+            return meant[0]
+        if len(given) == 1:
+            self._refuse(f"sbatch has no option -{shown(given)}", "one that sbatch --help lists")
+            return ""
+        meant = meant or similar(given)
+        fixes = [f"type --{name}" for name in meant]
+        if given in SRUN_ONLY.split():
+            fixes, meant = [f"type srun --{given} …"], []
+        if fixes:
+            self._report("unknown-option", f"sbatch has no option --{shown(given)}", *fixes)
+        elif self._words and not self._words[0].startswith("-"):
+            self._words.popleft()
+        return meant[0] if len(meant) == 1 else ""
 
+    def _add(self, option: Option) -> None:
+        """Add an option, and report what is wrong with it by its section of sbatch(1)."""
+        _, name, value = option
+        text = f"--{name}={shown(value)}"
+        old = self.parts[-1].get(name, option)
+        self.parts[-1][name] = option
+        if old.value != value:
+            both = f"{shown(old.value)} in line {old.line} and {shown(value)} here"
+            reason = f"--{name} is {both}; Slurm uses the last one without a warning"
+            self._report("option-twice", reason, f"keep one of lines {old.line} and {option.line}")
+        unlimited = value.lower() in ("infinite", "unlimited", "-1", "0")
+        if name == "time" and slurm_seconds(value) is None and not unlimited:
+            self._refuse(text, "days-hours:minutes:seconds or minutes, such as --time=24:00:00")
+        if name == "signal" and not signal_request(value):
+            self._refuse(text, "--signal=B:USR2@120: a signal, and at most 65535 seconds")
+        if (value[:1] == "~" and name in _PATHS) or re.search(r"\$[\w{(]", value):
+            reason = f"no shell reads a #SBATCH line: {text} is used literally"
+            fix = "write the value itself (in file names %u is the user, %j the job, %x its name)"
+            self._report("directive-variable", reason, fix, f"type sbatch --{name}=… SCRIPT")
+        small = name == "mem" and re.fullmatch("[0-9]{1,3}", value)
+        if small and 0 < int(value) < _LEAST_MEGABYTES:
+            reason = f"--mem={value} is {value} megabytes, for all tasks of a node"
+            self._report("memory-in-megabytes", reason, f"type --mem={value}G")
+        cut = [one for one in value.split(",") if name == "export" and not _EXPORTED.match(one)]
+        if cut:
+            reason = f"--export is cut at commas: {shown(cut[0])} is read as a variable's name"
+            self._report("export-cut", reason, "export it in the script: export NAME='a,b'")
 
-def missing_log_folders(parts: list[dict[str, Option]], above: Path) -> Iterator[Found]:
-    """Yield missing log folders: Slurm creates none, and the job fails before its first line.
+    def missing_log_folders(self, above: Path) -> Iterator[Found]:
+        """Yield missing log folders: Slurm creates none, and the job fails before its first line.
 
-    Source: sbatch(1), --output. Tested with 22.05: the job is FAILED with 0:53 at once, and
-    writes nothing. Only relative paths are checked, as others may be on another machine.
-    """
-    for options in parts if not any("chdir" in part for part in parts) else ():
-        for name in {"output", "error"} & options.keys():
-            folder, slash, _ = options[name].value.rpartition("/")
-            # What Slurm fills in is not known here; the folder above it is.
-            known = re.split(r"/?[^/]*[%$\0]", folder)[0]
-            fix = f"mkdir -p {shown(known)} before sbatch; in the script it comes too late"
-            if (above / known).is_dir():
-                fix = f"type --{name}={shown(known)}{'/' if known else ''}%x-%j.log"
-                slash = slash if re.search(r"%\d*[jA]", folder) else ""
-            if slash and not re.match("[/~$]", folder or "/"):
-                reason = f"Slurm makes no folder {shown(folder)}: the job fails without a log"
-                yield options[name].line, "log-folder-missing", reason, fix
+        Source: sbatch(1), --output. Tested with 22.05: the job is FAILED with 0:53 at once, and
+        writes nothing. Only relative paths are checked, as others may be on another machine.
+        """
+        for options in self.parts if not any("chdir" in part for part in self.parts) else ():
+            for name in {"output", "error"} & options.keys():
+                folder, slash, _ = options[name].value.rpartition("/")
+                # What Slurm fills in is not known here; the folder above it is.
+                known = re.split(r"/?[^/]*[%$\0]", folder)[0]
+                fix = f"mkdir -p {shown(known)} before sbatch; in the script it comes too late"
+                if (above / known).is_dir():
+                    fix = f"type --{name}={shown(known)}{'/' if known else ''}%x-%j.log"
+                    slash = slash if re.search(r"%\d*[jA]", folder) else ""
+                if slash and not re.match("[/~$]", folder or "/"):
+                    reason = f"Slurm makes no folder {shown(folder)}: the job fails without a log"
+                    yield options[name].line, "log-folder-missing", reason, fix
 
 
 def signal_request(text: str) -> tuple[bool, str, int] | None:
@@ -151,10 +192,10 @@ def signal_request(text: str) -> tuple[bool, str, int] | None:
     match = _SIGNAL.match(text)
     if not match:
         return None
-    name = match[2].upper().removeprefix("SIG")
+    name, seconds = match[2].upper().removeprefix("SIG"), int(match[3] or 60)
     name = SIGNALS.get(name, name)
-    known = name in SIGNALS.values() and name != "EXIT"
-    return ("B" in (match[1] or ""), name, int(match[3] or 60)) if known else None
+    valid = name in SIGNALS.values() and name != "EXIT" and seconds <= 65535
+    return ("B" in (match[1] or ""), name, seconds) if valid else None
 
 
 def _marked(lines: list[str], comments: list[tuple[int, str]]) -> Iterator[_Marked]:
@@ -163,7 +204,7 @@ def _marked(lines: list[str], comments: list[tuple[int, str]]) -> Iterator[_Mark
     end = next(code, len(lines) + 1)
     for number, line in enumerate(lines[: end - 1], 1):
         if line.startswith(_MARK):
-            yield number, line[len(_MARK) :], "", ""
+            yield number, line[len(_MARK) :]
         elif match := _MISSPELT.match(line):
             reason = f"for Slurm {shown(line.strip())} is a comment, as its mark is not {_MARK}"
             yield number, line[match.end() :], reason, f"type {_MARK} at the beginning of the line"

@@ -3,8 +3,8 @@
 import os
 import re
 
-from hpctrain.jobs.lint.directives import SHORT
 from hpctrain.jobs.lint.lint_finding import shown
+from hpctrain.jobs.lint.sbatch_options import SHORT, VALUED
 from hpctrain.jobs.lint.shell import Command, plain
 
 __all__ = ["Launch"]
@@ -14,8 +14,9 @@ _SRUN_FLAGS = """
 bcast container-mount-home container-writable exact exclusive kill-on-bad-exit label multi-prog
 overcommit overlap oversubscribe preserve-env propagate pty quiet unbuffered verbose whole
 """
-# Short options that take an argument.
-_SRUN_SHORT = SHORT | {"r": "relative", "T": "threads", "W": "wait", "K": "kill-on-bad-exit"}
+# Short options that take an argument: those of sbatch, except --array, and a few more.
+_SRUN_SHORT = {letter: name for letter, name in SHORT.items() if name in VALUED - {"array"}}
+_SRUN_SHORT |= {"r": "relative", "T": "threads", "W": "wait", "K": "kill-on-bad-exit"}
 _WRAPPERS = "exec time command nohup env builtin setsid timeout"
 _ELSEWHERE = """
 mpirun mpiexec mpiexec.hydra prun horovodrun jsrun ssh pdsh clush parallel ray dask

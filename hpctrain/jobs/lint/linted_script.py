@@ -4,7 +4,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from hpctrain.jobs.lint.directives import SIGNALS, read
+from hpctrain.jobs.lint.directives import SIGNALS, Directives
 from hpctrain.jobs.lint.launches import Launch
 from hpctrain.jobs.lint.shell import Shell, plain
 
@@ -25,8 +25,7 @@ class LintedScript:
     Attributes:
         text: text of the script.
         folder: folder from which the script will be submitted.
-        parts: options of the #SBATCH lines; several tables only for a heterogeneous job.
-        found: what is wrong with these lines.
+        directives: #SBATCH lines.
         options: options of the job; for a heterogeneous job, those of its first part.
         shell: comments and variables; empty if it is no shell script.
         launches: commands in order; empty if it is no shell script, and for a heterogeneous job,
@@ -40,10 +39,10 @@ class LintedScript:
         self.text, self.folder = text, folder
         # A script in Python or another language has #SBATCH lines, and nothing else to look at.
         self.shell = Shell(unix if _SHELLS.match(unix) else "")
-        self.parts, self.found = read(unix.split("\n"), self.shell.comments)
-        self.options = self.parts[0]
-        commands = self.shell.commands if len(self.parts) == 1 else []
-        self.launches = [Launch(one) for one in commands]
+        self.directives = Directives(unix.split("\n"), self.shell.comments)
+        self.options = self.directives.parts[0]
+        several = len(self.directives.parts) > 1
+        self.launches = [] if several else [Launch(one) for one in self.shell.commands]
         self.steps = [one for one in self.launches if one.by == "srun" or one is self.lacks_srun]
         self.traps: dict[str, tuple[int, str]] = {}
         for one in self.launches:

@@ -35,8 +35,8 @@ _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _OPENS = ("{", "if", "case", "for", "select", "while", "until")
 _CLOSES = ("}", "fi", "esac", "done")
 _KEYWORDS = (*_OPENS, *_CLOSES, "then", "do", "else", "elif", "!", "time", "coproc")
-# Values of values grow exponentially; what is longer than this is cut.
-_LONGEST = 1_000
+# More than a batch script and a command have; what is longer is cut.
+_MOST_COMMANDS, _MOST_WORDS, _MOST_IN_WORD = 2_000, 200, 1_000
 # White space and quotes in a substitution, and a dollar that expands nothing, are replaced by
 # characters for private use.
 _MASK = {ord(char): 0xE000 + ord(char) for char in " \t\n'\"\\"}
@@ -85,13 +85,14 @@ class Shell:
         comments: line numbers and texts.
         variables: assignments in order.
         in_background: whether there is any &.
+        open_quote: line number of a quote that is not closed; 0 if there is none.
     """
 
     def __init__(self, text: str) -> None:
         self.commands: list[Command] = []
         self.comments: list[tuple[int, str]] = []
         self.variables: list[Variable] = []
-        self.in_background = False
+        self.in_background, self.open_quote = False, 0
         self._exported: set[str] = set()
         self._known: dict[str, str | None] = {}
         self._depth, self._after = 0, ""
@@ -102,6 +103,10 @@ class Shell:
             line += match[0].count("\n")
             if comment:
                 self.comments.append((line - (operator == "\n"), comment))
+            if operator in ("'", '"'):
+                self.open_quote = self.open_quote or line
+            if len(self.commands) == _MOST_COMMANDS:
+                break
 
     def exported(self, name: str) -> Variable | None:
         """Return the assignment of an exported variable; None if its value is not certain."""
@@ -110,7 +115,7 @@ class Shell:
 
     def _take(self, text: str, line: int, operator: str) -> None:
         text = _WHOLE.sub(_masked, text.replace("\\\n", ""))
-        words = _WORD.findall(text)
+        words = _WORD.findall(text)[:_MOST_WORDS]
         while words and words[0] in _KEYWORDS:
             self._depth = max(0, self._depth + (words[0] in _OPENS) - (words[0] in _CLOSES))
             del words[0]
@@ -142,12 +147,12 @@ class Shell:
         for word in words:
             text = self._filled(word)
             expanded += text.split() if _REFERENCE.fullmatch(word) and text != word else [text]
-        return expanded or [""]
+        return expanded[:_MOST_WORDS] or [""]
 
     def _filled(self, word: str) -> str:
-        text = _QUOTED.sub(_unquoted, word[:_LONGEST])
+        text = _QUOTED.sub(_unquoted, word[:_MOST_IN_WORD])
         text = _REFERENCE.sub(lambda name: self._known.get(name[1] or name[2]) or name[0], text)
-        return text[:_LONGEST]
+        return text[:_MOST_IN_WORD]
 
 
 def plain(text: str) -> str:
