@@ -134,7 +134,7 @@ def spec_from(arguments: argparse.Namespace, complete: bool = True) -> JobSpec:
 
     Args:
         arguments: parsed command line.
-        complete: whether to add the defaults of the shell and of site.sh.
+        complete: whether to add the defaults of the shell.
 
     Raises:
         UsageError: the command line describes no job, or an impossible one.

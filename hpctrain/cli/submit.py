@@ -33,7 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes the batch script of a job and submits it by sbatch from the current folder. "
         "Standard output gets only the job's number, standard error its log, its run directory and "
-        "the next commands. Options override JOB.toml, which overrides site.sh."
+        "the next commands. Options override JOB.toml, which overrides "
+        "SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS of the shell."
     )
     parser.add_argument(
         "--dry-run",

@@ -14,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import function, job_paths, site, submission
 from hpctrain.jobs.handle import Job
-from hpctrain.jobs.job_environment import is_below
 from hpctrain.jobs.job_store import JobRecord, new_folder
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.process.logging import logger
@@ -35,20 +33,11 @@ except ImportError as error:
 
 __all__ = ["send"]
 
-# Fields that a job of submitit cannot have, and what to do instead. None is dropped silently.
-_AS_SCRIPT = "hpctrain submit, which submits only a script"
-_UNSUPPORTED = {
-    "command": ("remove it: the function or script is the first argument",),
-    "container": (_AS_SCRIPT,),
-    "stage_code": (_AS_SCRIPT,),
-    "stage_environment": (_AS_SCRIPT,),
-    "stage_data": (_AS_SCRIPT,),
-    "elastic": (_AS_SCRIPT,),
-    "spares": (_AS_SCRIPT,),
-    "requeue_plain": (_AS_SCRIPT,),
-    "array": ("one submit() for each index", _AS_SCRIPT),
-    "sweep": ("[hpctrain.submit(train, spec, kwargs=one) for one in …]", _AS_SCRIPT),
-}
+# Fields that a job of submitit cannot have. None is dropped silently.
+_OF_SCRIPTS = (
+    *("command", "container", "stage_code", "stage_environment", "stage_data", "elastic", "spares"),
+    *("requeue_plain", "array", "sweep"),
+)
 
 
 def send(
@@ -64,21 +53,22 @@ def send(
         UsageError: the arguments are invalid, or cannot be pickled.
         StartError: Slurm does not accept the job.
     """
-    _check(train, spec, args, kwargs)
-    for name, instead in _UNSUPPORTED.items():
-        if getattr(spec, name):
-            found = f"{name} = {getattr(spec, name)!r} in a job of submitit"
-            raise UsageError("HT811", found, "", *instead)
-    if spec.launcher == "none":
-        found = f"launcher = {spec.launcher!r} in a job of submitit"
-        raise UsageError("HT811", found, "hpctrain, or srun", _AS_SCRIPT)
-    work, title = _work(train, args, kwargs)
+    work, title = _work(train, spec, args, kwargs)
+    others = [name for name in _OF_SCRIPTS if getattr(spec, name)]
+    others += ["launcher = none"] if spec.launcher == "none" else []
+    if others:
+        raise UsageError(
+            "HT811",
+            f"{', '.join(others)} in a job of submitit",
+            "the function or script as the first argument, and only fields that such a job has",
+            "hpctrain submit -- python SCRIPT",
+            "[hpctrain.submit(train, spec, kwargs=one) for one in …] instead of an array or sweep",
+        )
     name = spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
     spec = site.completed(replace(spec, name=name), env)
-    python = _python(spec, env)
     with new_folder() as folder:
         try:
-            executor = _Executor(folder, spec, env, python)
+            executor = _Executor(folder, spec, env)
         except RuntimeError as error:
             raise StartError(
                 "HT815",
@@ -93,33 +83,23 @@ def send(
     return Job(record)
 
 
-def _check(train: object, spec: object, args: object, kwargs: object) -> None:
-    usage = "hpctrain.submit(FUNCTION, hpctrain.JobSpec(nodes=2), args=(…,))"
-    is_script = isinstance(train, (str, os.PathLike))
-    for valid, found, expected in (
-        (
-            callable(train) or is_script,
-            f"submit({train!r}, …)",
-            "a function, or the path of a script",
-        ),
-        (isinstance(spec, JobSpec), f"submit(…, {type(spec).__name__}, …)", "a hpctrain.JobSpec"),
-        (
-            isinstance(args, (tuple, list)),
-            f"submit(…, args=…) with a {type(args).__name__}",
-            "a tuple or list of arguments; with one argument args=(ARGUMENT,)",
-        ),
-        (not (is_script and kwargs), "submit(SCRIPT, kwargs=…)", "args=('--lr', 0.1) for a script"),
-    ):
-        if not valid:
-            raise UsageError("HT813", found, expected, usage)
-
-
 def _work(
     train: Callable[..., Any] | str | os.PathLike[str],
+    spec: JobSpec,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[function.RankWork, str]:
     """Return the work of each rank, and a title for the job."""
+    is_script = isinstance(train, (str, os.PathLike))
+    known = callable(train) or (is_script and not kwargs)
+    if not (known and isinstance(spec, JobSpec) and isinstance(args, (tuple, list))):
+        raise UsageError(
+            "HT813",
+            f"submit({train!r:.200}, {type(spec).__name__}, args={args!r:.200}, "
+            f"kwargs={kwargs!r:.200})",
+            "a function, or a script without kwargs; a JobSpec; args as a tuple or list",
+            "hpctrain.submit(FUNCTION, hpctrain.JobSpec(nodes=2), args=(ARGUMENT,))",
+        )
     if callable(train):
         _check_arguments(train, args, kwargs)
         return function.pack(train, args, kwargs), getattr(train, "__name__", type(train).__name__)
@@ -150,26 +130,6 @@ def _check_arguments(
         ) from None
 
 
-def _python(spec: JobSpec, env: Mapping[str, str]) -> str:
-    """Return the Python of the ranks: this one, if the job has no environment of its own.
-
-    Raises:
-        UsageError: this Python will be gone when the job runs.
-    """
-    if spec.venv or spec.conda:
-        return "python"
-    scratch = env.get(env_vars.SCRATCH, "")
-    if scratch and is_below(scratch, sys.executable):
-        raise UsageError(
-            "HT805",
-            f"{sys.executable} is a temporary copy of this job",
-            "a Python that still exists when the next job runs",
-            "JobSpec(venv=…)",
-            "JobSpec(conda=…)",
-        )
-    return sys.executable
-
-
 class _Executor(submitit.SlurmExecutor):
     """submitit's executor, with the script of a JobSpec.
 
@@ -177,23 +137,24 @@ class _Executor(submitit.SlurmExecutor):
         folder: folder of the job.
         spec: complete description of the job.
         env: environment of this process.
-        python: Python of the ranks.
 
     Raises:
         RuntimeError: this host has no srun.
     """
 
-    def __init__(self, folder: Path, spec: JobSpec, env: Mapping[str, str], python: str) -> None:
+    def __init__(self, folder: Path, spec: JobSpec, env: Mapping[str, str]) -> None:
         super().__init__(folder)
-        self._spec, self._env, self._program = spec, env, python
+        self._spec, self._env = spec, env
 
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
         """Submit the script that starts each rank; submitit's shell line `command` is not used."""
         del command
         spec, folder = self._spec, self.folder
+        # The ranks use this Python, if the job has no environment of its own.
+        python = "python" if spec.venv or spec.conda else sys.executable
         spec = replace(
             spec,
-            command=(self._program, "-u", "-m", "submitit.core._submit", os.fspath(folder)),
+            command=(python, "-u", "-m", "submitit.core._submit", os.fspath(folder)),
             launcher="srun",  # each process of submitit is a task
             environment={**spec.environment, "SUBMITIT_EXECUTOR": "slurm"},
             output=spec.output or os.path.relpath(folder / "%j.log"),

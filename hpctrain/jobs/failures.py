@@ -9,8 +9,6 @@ from hpctrain.jobs.run_progress import Progress, end_of
 
 __all__ = ["FAILED", "cause"]
 
-# Bytes that are read from the end of a log.
-_TAIL = 2**16
 _LONGEST = 500
 #: How a run ends that has failed.
 FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIVEN_UP])
@@ -36,7 +34,7 @@ def cause(run: Progress | None, log: Path | None, code: int | None, last_line: b
     if run is not None and run.reason and (code is None or run.status == status):
         text = run.reason
     else:
-        tail = end_of(log, _TAIL)[0] if log is not None else b""
+        tail = end_of(log) if log is not None else b""
         lines = tail.decode(errors="replace").splitlines()
         verdicts = [match for match in map(_VERDICT.match, lines) if match]
         others = [line for line in lines if line.strip() and not line.startswith(_OF_SLURM)]

@@ -106,9 +106,7 @@ def _make_ordinary_rank() -> None:
     import submitit
 
     for number in _SUBMITIT_SIGNALS:
-        handler = getattr(signal.getsignal(number), "__self__", None)
-        if type(handler).__module__.startswith("submitit."):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
     report_uncaught()
     # submitit's last message in the log would only report that the work has ended.
     logging.getLogger("submitit").setLevel(logging.WARNING)

@@ -66,9 +66,8 @@ def _check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
     if run.exists() or not run.is_absolute():
         places.append((f"run_dir = {run}", run))
     for found, place in places:
-        existing = place.absolute()
-        while not os.path.lexists(existing) and existing != existing.parent:
-            existing = existing.parent
+        above = (place.absolute(), *place.absolute().parents)
+        existing = next(folder for folder in above if os.path.lexists(folder))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
             raise UsageError(
                 "HT809",
@@ -101,27 +100,17 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
 
 
 def _check_options(spec: JobSpec) -> None:
-    """Check the options of a training script, once for each setting of a sweep.
+    """Check the options of a training script.
 
     Raises:
         UsageError: the script cannot train with them.
     """
     program, *arguments = spec.command
     elsewhere = any(map(_CD.search, spec.setup)) or spec.stage_code not in ("", ".")
-    if elsewhere or not is_python(program) or not arguments or not arguments[0].endswith(".py"):
-        return
-    from hpctrain.jobs import training_options  # only for these scripts
+    if not elsewhere and is_python(program) and arguments and arguments[0].endswith(".py"):
+        from hpctrain.jobs import training_options  # only for these scripts
 
-    # With one task, `hpctrain run` starts a rank for each GPU that it finds.
-    is_certain = spec.launcher != "none" and (spec.tasks > 1 or spec.gpus == 1)
-    for setting in spec.sweep or ((),):
-        more = [word for name, value in setting for word in (f"--{name}", value)]
-        training_options.check(
-            arguments[0],
-            [*arguments[1:], *more],
-            ranks=spec.nodes * spec.tasks if is_certain else None,
-            complete=not (spec.dependency or spec.setup),
-        )
+        training_options.check(spec)
 
 
 def _refuse_mistake(spec: JobSpec, path: str) -> None:

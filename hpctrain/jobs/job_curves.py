@@ -8,22 +8,12 @@ from typing import Any
 
 from hpctrain.monitoring import drawing
 
-__all__ = ["follow", "last_values", "png"]
+__all__ = ["follow", "png"]
 
 _SECONDS = 2.0
 _MOST_PANELS = 6
 
 Rows = Sequence[Mapping[str, Any]]
-
-
-def last_values(rows: Rows) -> list[str]:
-    """Return the names and values of the last row as readable text."""
-    last = rows[-1] if rows else {}
-    return [
-        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in last.items()
-        if name != "time"
-    ]
 
 
 def png(rows: Rows, title: str) -> bytes:
@@ -65,7 +55,7 @@ def follow(
     Raises:
         UsageError: matplotlib is not installed.
     """
-    notebook = _notebook()
+    in_notebook = _in_notebook()
     drawn: tuple[int, str] | None = None
     ended, seconds = False, 0.0
     with contextlib.suppress(KeyboardInterrupt):  # the job continues
@@ -74,33 +64,29 @@ def follow(
             logged = rows()  # after the state: a job that has ended logs nothing more
             if drawn != (len(logged), state):
                 image = png(logged, f"{title}, {state}")
-                if notebook is not None:
-                    notebook(image)
+                if in_notebook:
+                    from IPython import display
+
+                    # Its type hints lack the classes and functions of a notebook.
+                    ways: Any = display
+                    ways.display(ways.Image(image), display_id=title, update=drawn is not None)
                 else:
                     path.write_bytes(image)
-                    values = ", ".join(last_values(logged)) or "nothing logged so far"
-                    sys.stderr.write(f"{path}: {values}\n")
+                    sys.stderr.write(f"{path}: {_values(logged) or 'nothing logged so far'}\n")
                 drawn = len(logged), state
             seconds = _SECONDS
-    return None if notebook else path
+    return None if in_notebook else path
 
 
-def _notebook() -> Callable[[bytes], None] | None:
-    """Return a function that redraws an image in the running cell; None outside of a notebook."""
+def _in_notebook() -> bool:
     python = sys.modules.get("IPython")
-    shell = python.get_ipython() if python is not None else None
-    if shell is None or not hasattr(shell, "kernel"):
-        return None
-    from IPython import display
+    return python is not None and hasattr(python.get_ipython(), "kernel")
 
-    # IPython has no type hints.
-    image_of: Any = display.Image
-    place: Any = display.DisplayHandle()  # type: ignore[no-untyped-call]
-    show: Any = place.display
 
-    def draw(image: bytes) -> None:
-        nonlocal show
-        show(image_of(image))
-        show = place.update
-
-    return draw
+def _values(rows: Rows) -> str:
+    """Return the names and values of the last row as readable text."""
+    return ", ".join(
+        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in (rows[-1] if rows else {}).items()
+        if name != "time"
+    )

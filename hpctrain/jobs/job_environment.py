@@ -4,9 +4,10 @@ import os
 from collections.abc import Mapping
 
 from hpctrain.cluster import env_vars
+from hpctrain.jobs.site import VARIABLES
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["environ", "is_below"]
+__all__ = ["environ"]
 
 # A shell with one of these variables is inside of a job.
 _JOB_ID_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
@@ -25,16 +26,13 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
     passed on.
     """
     clean = {name: value for name, value in env.items() if not name.startswith("SBATCH_")}
-    site_variables = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
-    ignored = sorted(
-        name for name in env if name.startswith("SBATCH_") and name not in site_variables
-    )
+    ignored = sorted({name for name in env if name.startswith("SBATCH_")} - {*VARIABLES.values()})
     notes = [f"{', '.join(ignored)}: ignored; set it by an option"] if ignored else []
     if any(env.get(name) for name in _JOB_ID_VARIABLES):
         clean = env_vars.scrubbed(clean)
-        scratch = env.get(env_vars.SCRATCH, "")
+        scratch = env.get(env_vars.SCRATCH)
         clean = {
-            name: _without(scratch, value) if scratch and _lists_folders(name) else value
+            name: _without(scratch, value) if scratch else value
             for name, value in clean.items()
             if name not in _OUTER_JOB_VARIABLES
         }
@@ -44,18 +42,7 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
     return clean, notes
 
 
-def _lists_folders(name: str) -> bool:
-    """Check whether a variable may hold the path of a job's copy."""
-    return name.endswith("PATH") or name == env_vars.DATA
-
-
 def _without(scratch: str, path: str) -> str:
-    """Return a search path without entries below a folder, where others may later put files."""
-    return os.pathsep.join(
-        entry for entry in path.split(os.pathsep) if not is_below(scratch, entry)
-    )
-
-
-def is_below(folder: str, path: str) -> bool:
-    """Check whether a path is a folder, or in it."""
-    return os.path.normpath(path) == folder or os.path.normpath(path).startswith(folder + os.sep)
+    """Return a search path without entries in the copies of that job, which are removed later."""
+    entries = path.split(os.pathsep)
+    return os.pathsep.join(one for one in entries if not f"{one}/".startswith(f"{scratch}/"))

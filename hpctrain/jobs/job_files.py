@@ -10,7 +10,6 @@ from hpctrain.jobs.spec import complaint, unknown
 
 __all__ = ["merged", "read"]
 
-_MOST_BYTES = 2**20
 # Fields of a row exclude each other: an option replaces those of the file.
 _INSTEAD_OF = (("array", "sweep"), ("venv", "conda", "stage_environment"))
 
@@ -23,10 +22,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES} bytes")
-        values = tomllib.loads(content.decode())
+            values = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             "HT802",

@@ -7,9 +7,9 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.cluster import env_vars
 from hpctrain.errors import UsageError
-from hpctrain.jobs.directives import LOG, LOG_OF_ARRAY
 from hpctrain.jobs.job_environment import environ
 from hpctrain.jobs.log_names import filled
+from hpctrain.jobs.script import LOG, LOG_OF_ARRAY
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["log", "log_folder", "log_size", "pattern", "run_directory"]

@@ -86,55 +86,40 @@ def of_run(run: Path, label: str) -> JobStatus:
 
 def as_json(status: JobStatus) -> dict[str, Any]:
     """Return the entry of `hpctrain status --json`; unknown values are None."""
-    record = status.queued or status.ended
-    values = {
+    job, ended = status.queued, status.ended
+    record = job or ended
+    code = record.code if record else None
+    return {
         "job": status.label or None,
         "state": record.state if record else None,
-        "exit_code": status.ended.code if status.ended else None,
-        "name": None,
-        "nodes": None,
-        "hosts": None,
-        "restarts": None,
-        "elapsed_seconds": None,
-        "remaining_seconds": None,
-        "start_time": None,
-        "reason": None,
-        "explanation": None,
+        "exit_code": None if job and (job.active or job.refused) else code,
+        "name": job and job.name,
+        "nodes": int(job.nodes) if job and job.nodes.isascii() and job.nodes.isdigit() else None,
+        "hosts": job and _hosts(job.hosts),
+        "restarts": job and job.restarts,
+        "elapsed_seconds": slurm_seconds(job.used) if job and job.state != "PENDING" else None,
+        "remaining_seconds": slurm_seconds(job.left) if job and job.active else None,
+        "start_time": job and _unix_time(job.start),
+        "reason": (bare(job.reason) or None) if job else None,
+        "explanation": (explained(job) or None) if job else None,
         "failure": status.failure or None,
         "log": os.path.abspath(status.log) if status.log else None,
-    }
-    if status.queued is not None:
-        values |= _queued(status.queued)
-    return {**values, "run": _run(status) if status.run_dir else None}
-
-
-def _queued(job: slurm.QueuedJob) -> dict[str, Any]:
-    return {
-        "exit_code": None if job.active or job.refused else job.code,
-        "name": job.name,
-        "nodes": int(job.nodes) if job.nodes.isascii() and job.nodes.isdigit() else None,
-        "hosts": _hosts(job.hosts),
-        "restarts": job.restarts,
-        "elapsed_seconds": None if job.state == "PENDING" else slurm_seconds(job.used),
-        "remaining_seconds": slurm_seconds(job.left) if job.active else None,
-        "start_time": _unix_time(job.start),
-        "reason": bare(job.reason) or None,
-        "explanation": explained(job) or None,
+        "run": _run(status) if status.run_dir else None,
     }
 
 
 def _run(status: JobStatus) -> dict[str, Any]:
-    recorded = status.progress
-    effective = recorded.effective if recorded else None
+    folder = status.run_dir or Path()
+    recorded = status.progress or Progress(folder)
     return {
-        "path": os.path.abspath(status.run_dir or ""),
+        "path": os.path.abspath(folder),
         "status": status.run_status,
-        "step": recorded.step if recorded else None,
-        "epoch": recorded.epoch + 1 if recorded and recorded.epoch is not None else None,
-        "loss": _finite(recorded.loss) if recorded else None,
-        "samples_per_second": _finite(recorded.speed) if recorded else None,
-        "reason": recorded.reason or None if recorded else None,
-        "effective_training_time": effective.as_json() if effective else None,
+        "step": recorded.step,
+        "epoch": None if recorded.epoch is None else recorded.epoch + 1,
+        "loss": _finite(recorded.loss),
+        "samples_per_second": _finite(recorded.speed),
+        "reason": recorded.reason or None,
+        "effective_training_time": recorded.effective and recorded.effective.as_json(),
     }
 
 

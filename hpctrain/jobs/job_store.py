@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import shutil
 import stat
 import tempfile
@@ -30,8 +29,6 @@ __all__ = ["FOLDERS", "JobRecord", "Outcome", "find", "new_folder"]
 FOLDERS = Path("runs/.submitit")
 
 _RECORD = "job.json"
-# Patterns that submitit replaces in paths by numbers of the job.
-_TAG = re.compile("%[jtAa]")
 
 #: ("success", value), ("error", traceback), or None if a rank has no result.
 Outcome = tuple[str, Any] | None
@@ -91,19 +88,11 @@ class JobRecord:
 
 @contextlib.contextmanager
 def new_folder() -> Iterator[Path]:
-    """Create a folder that only its owner can read; remove it if the job is not accepted.
-
-    Raises:
-        UsageError: submitit would change its name.
-    """
+    """Create a folder that only its owner can read; remove it if the job is not accepted."""
     FOLDERS.mkdir(parents=True, exist_ok=True, mode=0o700)
     prefix = time.strftime("%Y%m%d-%H%M%S-")
     folder = Path(tempfile.mkdtemp(dir=FOLDERS.absolute(), prefix=prefix))
     try:
-        if _TAG.search(os.fspath(folder)):
-            raise UsageError(
-                "HT807", f"the folder {folder}", "without %j, %t, %A and %a: submitit's own"
-            )
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -136,8 +125,8 @@ def find(job: str | int | os.PathLike[str]) -> JobRecord:
 
 def _read(folder: Path) -> JobRecord | None:
     """Return the record in a folder; None if it has none."""
-    record = rundir.RunDirectory(folder).read(folder / _RECORD) or {}
     try:
+        record = json.loads((folder / _RECORD).read_text())
         return JobRecord(
             folder,
             id=str(record["id"]),
@@ -145,7 +134,7 @@ def _read(folder: Path) -> JobRecord | None:
             run_dir=Path(record["run_dir"]),
             title=str(record["title"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError):
         return None
 
 

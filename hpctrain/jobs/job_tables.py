@@ -21,7 +21,6 @@ HEADS = (
 _RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
 _LONGEST_NAME = 32
 _LONGEST_REASON = 500
-_MOST_DIGITS = 10**9
 
 
 def row_of(status: JobStatus) -> tuple[str, ...]:
@@ -104,25 +103,14 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
 
 
 def _figures(run: Progress | None) -> tuple[str, str, str, str]:
-    if run is None:
-        return "", "", "", ""
+    """Return the cells from STEP to SAMPLES/S; unknown values are empty."""
+    run = run or Progress(Path())
     return (
         "" if run.step is None else str(run.step),
         "" if run.epoch is None else str(run.epoch + 1),
-        _value(run.loss),
-        _speed(run.speed),
+        "" if run.loss is None else f"{run.loss:.4g}",
+        "" if run.speed is None else f"{run.speed:.0f}",
     )
-
-
-def _speed(value: float | None) -> str:
-    as_integer = value is not None and abs(value) < _MOST_DIGITS
-    return f"{value:.0f}" if as_integer else _value(value)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else _cut(printable(value), _LONGEST_NAME)
 
 
 def place(path: Path) -> str:

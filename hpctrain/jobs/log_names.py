@@ -25,8 +25,6 @@ def filled(pattern: str, values: Mapping[str, str]) -> str:
     Raises:
         LookupError: the pattern has an unknown letter; the error holds that part.
     """
-    if "\\" in pattern:  # then Slurm expands nothing
-        return pattern.replace("\\", "")
 
     def expanded(match: re.Match[str]) -> str:
         if match[0] == "%%":

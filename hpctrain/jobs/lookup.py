@@ -1,15 +1,15 @@
 """Lookup of a run or a job by a number, a run directory, or the job's name."""
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
-from hpctrain.errors import StartError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.jobs.run_progress import label_of, progress, run_of
+from hpctrain.jobs.slurm_reasons import absent
 
 __all__ = ["Named", "find", "own_jobs", "runs"]
 
@@ -120,31 +120,18 @@ def own_jobs(
     text = ", ".join(printable(name) for name in names)
     try:
         user_jobs = slurm.jobs(env, uid=os.getuid())
-        return [_check_owned(find(name, user_jobs, env, active_first), user_jobs) for name in names]
+        return [_check_owned(find(name, user_jobs, env, active_first)) for name in names]
     except slurm.NoAnswerError as error:
-        if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
-            raise StartError(
-                "HT815",
-                f"{text}: there is no Slurm on this host (no squeue on the PATH)",
-                "a login host of the cluster",
-            ) from None
-        raise StartError(
-            "HT816", f"{text}: nothing was changed: {error}", "an answer from Slurm"
-        ) from None
+        raise absent(f"{text}: nothing was changed: {error}") from None
 
 
-def _check_owned(named: Named, user_jobs: Sequence[slurm.QueuedJob]) -> Named:
-    if not named.jobs and named.label in [job.label for job in user_jobs]:
-        raise UsageError(
-            "HT819",
-            f"{printable(named.name)} is not the run of job {named.label}, which has another run",
-            "the job's own run, or its number", f"hpctrain status {named.label}",
-        )  # fmt: skip
+def _check_owned(named: Named) -> Named:
     if not named.jobs:
         job = f"job {named.label}" if named.label else "no job"
         raise UsageError(
             "HT819",
-            f"{printable(named.name)} is the run of {job}, which is not in Slurm's list (any more)",
+            f"{printable(named.name)} is the run of {job}, which is not in Slurm's list (any more) "
+            "or has another run",
             "a job that is pending, running, or ended recently",
             f"hpctrain submit … --run-dir {printable(named.run_dir)} -- … --resume "
             "(continues the run)",

@@ -16,12 +16,7 @@ def quote(text: str) -> str:
     $'\n' or $'\377', as sbatch refuses a script with \r, and a new line might begin with #SBATCH.
 
     Source: QUOTING of bash(1).
-
-    Raises:
-        ValueError: the text has NUL, which no argument and no variable can have.
     """
-    if "\0" in text:
-        raise ValueError("text without NUL")
     if all(character.isprintable() for character in text):
         return shlex.quote(text)
     return "$'" + "".join(_escaped(character) for character in text) + "'"

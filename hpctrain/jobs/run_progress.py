@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
 
-# Bytes that are read from the end of metrics.jsonl: some hundred rows.
+# Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
-# Limit for a summary, which takes some hundred bytes.
-_MOST_BYTES = 2**20
-# Steps and epochs are less than this.
-_LIMIT = 2**63
 # Number of newest run folders to search for a job without a folder of its name.
 _MOST_RUNS = 300
-# In a script, a run directory, and what may stand before and after it.
+# A line of a script that sets the run directory.
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?HPCTRAIN_RUN_DIR=")
-_RUN_DIR = re.compile(
-    r"(?:\$(?:PWD|SLURM_SUBMIT_DIR)/)?(?P<path>[^$`]+?)(?P<task>/\$SLURM_ARRAY_TASK_ID)?\Z"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,7 @@ def progress(path: Path) -> Progress | None:
     # Here and below without pathlib, which raises if the user may not read a folder.
     if not os.path.exists(directory.identity) and not os.path.exists(directory.metrics):
         return None
-    summary = _summary(directory)
+    summary = _object(end_of(directory.summary))
     newest: dict[str, Any] = {}
     for row in _last_rows(directory.metrics):
         newest |= row
@@ -95,42 +87,31 @@ def _number(value: Any, kind: type[Any]) -> Any:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
-        if kind is float:
-            return float(value)
-        return int(value) if abs(value) < _LIMIT and value == value // 1 else None
-    except OverflowError:
+        return kind(value)
+    except (OverflowError, ValueError):  # such as the integer of infinity
         return None
-
-
-def _summary(directory: rundir.RunDirectory) -> dict[str, Any]:
-    text, complete = end_of(directory.summary, _MOST_BYTES)
-    return _object(text) if complete else {}
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of a .jsonl file, without invalid ones."""
-    text, complete = end_of(path, _TAIL)
-    return [row for row in map(_object, text.splitlines()[0 if complete else 1 :]) if row]
+    return [row for row in map(_object, end_of(path).splitlines()) if row]
 
 
-def end_of(path: Path, limit: int) -> tuple[bytes, bool]:
-    """Return the last bytes of a file, and whether they are all; empty if it cannot be read.
+def end_of(path: Path) -> bytes:
+    """Return the last bytes of a file; empty if it cannot be read, or is a pipe.
 
-    The run may belong to another user, and the file may be a FIFO, which could block forever.
+    The run may belong to another user. Reading from a pipe could block forever.
     """
     try:
         with open(path, "rb", opener=_open_nonblocking) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return b"", True
-            file.seek(max(0, status.st_size - limit))
-            return file.read(limit), status.st_size <= limit
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            return file.read(_TAIL)
     except (OSError, ValueError):
-        return b"", True
+        return b""
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _object(text: bytes) -> dict[str, Any]:
@@ -173,45 +154,30 @@ def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> 
 def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
     """Return the run directory set in the script; None if only a shell could expand it."""
     for line in script.replace("\\\n", " ").splitlines():
-        option = _ASSIGNED.sub("--run-dir=", line)
-        if "--run-dir" not in option:
-            continue
         with contextlib.suppress(ValueError):  # no words of a shell
-            match = _RUN_DIR.match(rundir.given(shlex.split(option, comments=True)))
-            if match:
-                path = Path(job.folder, match["path"])
+            words = shlex.split(_ASSIGNED.sub("--run-dir=", line), comments=True)
+            given = rundir.given(words)
+            if given and not {"$", "`"} & {*given}:
                 # `hpctrain run --run-dir` adds the index itself; without an array it is "N/A".
-                task = path / job.task if job.task.isdigit() else path
-                return task if match["task"] or os.path.isdir(task) else path
+                path, task = Path(job.folder, given), Path(job.folder, given, job.task)
+                return task if os.path.isdir(task) else path
     return None
 
 
 def _from_starts(runs: Path, label: str) -> Path | None:
     """Return the newest run that this job was the last to start."""
-    try:
-        paths = sorted(runs.iterdir(), key=_changed, reverse=True)
-    except OSError:
-        return None
-    return next((path for path in paths[:_MOST_RUNS] if _last_start(path) == label), None)
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    files = sorted(runs.glob("*/starts.jsonl"), key=os.path.getmtime, reverse=True)
+    return next((one.parent for one in files[:_MOST_RUNS] if _last_start(one) == label), None)
 
 
 def _last_start(path: Path) -> str:
-    rows = _last_rows(path / "starts.jsonl")
+    """Return the label of the last job in a starts.jsonl; empty for no job of Slurm."""
+    rows = _last_rows(path)
     job = rows[-1].get("job") if rows else None
     if not isinstance(job, dict):
         return ""
     task = job.get("array_task")
-    parts = [job.get("job_id")] if task is None else [job.get("array_job_id"), task]
-    if not all(isinstance(part, (str, int)) for part in parts):
-        return ""
-    label = "_".join(map(str, parts))
+    label = f"{job.get('job_id')}" if task is None else f"{job.get('array_job_id')}_{task}"
     return label if slurm.is_label(label) else ""
 
 
@@ -221,6 +187,6 @@ def label_of(path: Path) -> str:
     Empty if no job has run there.
     """
     if os.path.exists(path / "starts.jsonl"):
-        return _last_start(path)
+        return _last_start(path / "starts.jsonl")
     _, dash, label = path.name.rpartition("-")
     return label if dash and slurm.is_label(label) else ""

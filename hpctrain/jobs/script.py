@@ -6,15 +6,21 @@
 import os.path
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
-from hpctrain.jobs.directives import directives
-from hpctrain.jobs.quoting import quote
+from hpctrain.jobs.quoting import directive, quote
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["is_python", "render"]
+__all__ = ["LOG", "LOG_OF_ARRAY", "is_python", "render"]
+
+# Default names of the log. Source: "filename pattern" of sbatch(1).
+LOG = "%x-%j.log"
+LOG_OF_ARRAY = "%x-%A_%a.log"
+
+# Fields that have sbatch's own names.
+_AS_THEY_ARE = ("partition", "account", "qos", "constraint", "exclude", "dependency")
 
 _WIDTH = 100
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
@@ -79,7 +85,44 @@ def _joined(*parts: str) -> str:
 
 def _head(spec: JobSpec) -> str:
     lines = [f"# {printable(line)}".rstrip() for line in spec.about.strip().splitlines()]
-    return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), directives(spec)])
+    options = [directive(name, value) for name, value in _directives(spec)]
+    return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), *options])
+
+
+def _directives(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
+    """Yield options and their values; None for an option without a value."""
+    # With `launcher = none` the defaults are left out, so that sbatch's own line decides.
+    alone = spec.launcher == "none"
+    nodes = spec.nodes + spec.spares
+    throttle = f"%{spec.throttle}" if spec.throttle else ""
+    yield "job-name", spec.title
+    for name, value in (
+        ("nodes", "" if alone and nodes == 1 else nodes),
+        (
+            "ntasks-per-node",
+            (spec.tasks_per_node or "") if alone and spec.tasks == 1 else spec.tasks,
+        ),
+        ("gpus-per-node", spec.gpus and spec.gpus_per_node),
+        ("cpus-per-task", spec.cpus_per_task),
+        ("mem", spec.memory),
+        ("time", spec.time),
+        *((name, getattr(spec, name)) for name in _AS_THEY_ARE),
+        ("array", spec.indices and f"{spec.indices}{throttle}"),
+    ):
+        if value:
+            yield name, str(value)
+    yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
+    # Without it, each start empties the log.
+    yield "open-mode", "append"
+    if spec.signal_seconds:
+        # B: signal only the batch shell, which has the trap.
+        yield "signal", f"B:{spec.signal}@{spec.signal_seconds}"
+    yield "requeue" if spec.requeue else "no-requeue", None
+    if spec.elastic or spec.spares:
+        yield "no-kill", None
+    for name, extra in spec.extra.items():
+        if extra is not False:
+            yield name, None if extra is True else str(extra)
 
 
 def _environment(spec: JobSpec) -> str:

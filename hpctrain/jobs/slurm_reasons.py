@@ -1,14 +1,13 @@
-"""Explanation of Slurm's states and reasons. Pure.
+"""Explanation of Slurm's states and reasons, and of its absence. Pure.
 
 Source: JOB REASON CODES and JOB STATE CODES of squeue(1), and the Resource Limits guide.
 """
 
-import re
-
 from hpctrain.cluster.slurm import QueuedJob
 from hpctrain.cluster.texts import printable
+from hpctrain.errors import StartError
 
-__all__ = ["bare", "explained", "in_words", "notes"]
+__all__ = ["absent", "bare", "explained", "in_words", "notes"]
 
 _REASONS = {
     "Resources": "waits for hosts to become free; it is the next in line",
@@ -20,42 +19,36 @@ _REASONS = {
     "JobHeldAdmin": "held by an administrator: ask them",
     "JobArrayTaskLimit": "as many tasks of its array run as its throttle allows",
     "PartitionDown": "its partition is down: ask an administrator, or use another one",
-    "PartitionInactive": "its partition is inactive: ask an administrator, or use another one",
     "PartitionConfig": "its partition has no such hosts: it would never start",
     "PartitionNodeLimit": "more nodes than its partition allows or has: it would never start",
     "PartitionTimeLimit": "a longer time than its partition allows: it would never start",
     "ReqNodeNotAvail": "hosts that it needs are down, reserved, or needed for maintenance before "
     "it would end: a shorter time may let it start",
-    "Reservation": "waits for its reservation",
-    "ReservationDeleted": "its reservation is gone: cancel it",
-    "Licenses": "waits for a license",
-    "NodeDown": "a host that it needs is down",
-    "BadConstraints": "no host satisfies its request: cancel it",
-    "Cleaning": "Slurm is still cleaning up its last start",
-    "Prolog": "its hosts are being prepared",
+    "BadConstraints": "no host satisfies its request",
     "launch failed requeued held": "it could not be started, and is held: scontrol release",
     "JobLaunchFailure": "it could not be started: check its folder, the file system and the host",
     "NonZeroExitCode": "exited with an error",
-    "RaisedSignal": "ended by a signal",
     "TimeLimit": "it reached its time limit",
-    "OutOfMemory": "it used more memory than it had requested",
-    "SystemFailure": "Slurm, the file system or the network failed",
-    "InvalidAccount": "its account is not valid any more",
-    "InvalidQOS": "its qos is not valid any more",
-    "AccountNotAllowed": "its account may not use the partition",
     "QOSNotAllowed": "its qos may not use the partition or account",
-    "FedJobLock": "waits for the other clusters of its federation",
+    "OutOfMemory": "it used more memory than it had requested",
 }  # fmt: skip
-# Advice for a job that waits, which does not apply to a job that has ended.
-_ADVICE = re.compile(": (cancel it|it would never start|ask.*|scontrol release.*)$")
-# For reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: owner of the limit,
-# and limited resource.
+# Owners of the limits in reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount.
 _OWNERS = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
-_RESOURCES = {
-    "Jobs": "jobs that run", "Submit": "jobs that wait or run", "GRES": "GPUs", "Cpu": "CPUs",
-    "CPU": "CPUs", "Mem": "memory", "Node": "nodes", "WallDuration": "time", "Wall": "time",
-    "Minutes": "hours used up",
-}  # fmt: skip
+
+
+def absent(reason: str, *instead: str) -> StartError:
+    """Return the error for a missing command of Slurm, or one that did not answer.
+
+    Args:
+        reason: why there is no answer; has "on the PATH" if the command is missing.
+        instead: what to do on a host without Slurm.
+    """
+    if "on the PATH" in reason:
+        place = "a login node of the cluster, or its Slurm module"
+        return StartError("HT815", reason, place, "module load slurm", *instead)
+    return StartError(
+        "HT816", reason, "an answer", "check with hpctrain status before you try again"
+    )
 
 
 def notes(job: QueuedJob) -> str:
@@ -69,11 +62,11 @@ def explained(job: QueuedJob) -> str:
     if job.active:
         return in_words(job.reason)
     if job.refused:
-        return f"Slurm refused it: {in_words(job.reason, ended=True) or 'no reason given'}"
+        return f"Slurm refused it: {in_words(job.reason) or 'no reason given'}"
     # Omit reasons without new facts: of the wait before a cancellation, or that a code is not zero.
     if job.state in ("COMPLETED", "CANCELLED") or job.reason == "NonZeroExitCode":
         return ""
-    return in_words(job.reason, ended=True)
+    return in_words(job.reason)
 
 
 def bare(reason: str) -> str:
@@ -82,29 +75,12 @@ def bare(reason: str) -> str:
     return "" if reason in ("None", "N/A") else reason
 
 
-def in_words(reason: str, ended: bool = False) -> str:
-    """Return the meaning of a reason, followed by the reason itself; only the reason if unknown.
-
-    Args:
-        reason: Slurm's reason for a job.
-        ended: whether to leave out the advice for a job that waits.
-    """
+def in_words(reason: str) -> str:
+    """Return the meaning of a reason, followed by the reason itself; only the reason if unknown."""
     reason = printable(bare(reason))
-    if not reason:
-        return ""
     # "ReqNodeNotAvail, UnavailableNodes:node[1-4]", "ReqNodeNotAvail(Unavailable:node1)"
     head = reason.partition(",")[0].partition("(")[0].strip()
-    if meaning := _REASONS.get(head) or _limit(head):
-        meaning = _ADVICE.sub("", meaning) if ended else meaning
-        return f"{meaning} ({reason})"
-    return reason
-
-
-def _limit(reason: str) -> str:
-    for start, owner in _OWNERS.items():
-        if reason.startswith(start):
-            for part, resource in _RESOURCES.items():
-                if part in reason[3:]:
-                    return f"a limit of {owner}: {resource}"
-            return f"a limit of {owner}"
-    return ""
+    owners = (owner for start, owner in _OWNERS.items() if head.startswith(start))
+    limit = next((f"a limit of {owner}" for owner in owners), "")
+    meaning = _REASONS.get(head, limit)
+    return f"{meaning} ({reason})" if meaning else reason

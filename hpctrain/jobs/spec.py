@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from typing import Any
 
-from hpctrain.cluster import env_vars
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
@@ -63,7 +62,7 @@ def _line(about: str, metavar: str = "") -> Any:
 
 def _strings(about: str, metavar: str) -> Any:
     """Return a field for a list of texts."""
-    return _field(values.list_of(values.string), (), about, metavar)
+    return _field(values.strings, (), about, metavar)
 
 
 def _flag(default: bool, about: str) -> Any:
@@ -171,7 +170,7 @@ class JobSpec:
                 object.__setattr__(self, field.name, field.metadata["check"](value))
             except (ValueError, TypeError) as error:
                 problems.append((f"{field.name} = {_shown(value)}", str(error)))
-        if problems := problems or self._contradictions():
+        if problems := problems or [*self._contradictions()]:
             raise complaint(problems)
 
     @property
@@ -207,18 +206,14 @@ class JobSpec:
         """The indices of the array or sweep; empty for other jobs."""
         return f"0-{len(self.sweep) - 1}" if self.sweep else self.array
 
-    def _contradictions(self) -> list[tuple[str, str]]:
-        """Return contradictions between fields: what was found, what was expected."""
-        return [
-            *((f"{name} and {other}", "one of them") for name, other in _ONE_OF
-              if getattr(self, name) and getattr(self, other)),
-            *((f"{name} without {text}", "both") for name, text, other in _NEEDS
-              if getattr(self, name) and not getattr(self, other)),
-            *self._limits(), *self._places(),
-        ]  # fmt: skip
-
-    def _limits(self) -> Iterator[tuple[str, str]]:
-        """Yield contradictions in the size, the time and the launcher."""
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Yield contradictions between fields: what was found, what was expected."""
+        for name, other in _ONE_OF:
+            if getattr(self, name) and getattr(self, other):
+                yield f"{name} and {other}", "one of them"
+        for name, text, other in _NEEDS:
+            if getattr(self, name) and not getattr(self, other):
+                yield f"{name} without {text}", "both"
         one_rank = self.launcher == "none" or any(
             word.endswith("dataparallel") for word in self.command
         )
@@ -233,33 +228,19 @@ class JobSpec:
         for name in ("elastic", "spares"):
             if getattr(self, name) and self.launcher != "hpctrain":
                 yield f"{name} with launcher = {self.launcher}", "launcher = hpctrain"
-
-    def _places(self) -> Iterator[tuple[str, str]]:
-        """Yield contradictions about containers, copies on the hosts' disks, and other paths."""
-        for name in ("run_dir", "container", "stage_code"):
-            if getattr(self, name) == "--":  # argparse of Python 3.11 drops such a value
-                yield f"{name} = '--'", "another path, such as ./--"
         pyxis = self.container_runtime == "pyxis"
         if self.container and self.launcher not in ("hpctrain", "srun" if pyxis else ""):
             expected = "launcher = hpctrain, or srun with container_runtime = pyxis"
             yield f"container with launcher = {self.launcher}", expected
-        if self.container and set(",:") & set(self.run_dir):
-            yield f"run_dir = {_shown(self.run_dir)} in a container", "a path without , and :"
         staged = self.stage_code or self.stage_environment or self.stage_data
         if staged and (pyxis or self.launcher != "hpctrain"):
-            found = (
-                "stage_code, stage_environment or stage_data with another launcher than hpctrain"
-            )
-            yield found, "launcher = hpctrain"
+            yield "stage_… with another launcher than hpctrain", "launcher = hpctrain"
         if self.stage_environment and not _TAR.search(self.stage_environment):
             found = f"stage_environment = {_shown(self.stage_environment)}"
             yield found, "a tar archive, such as env.tar.gz"
         if self.stage_data and os.path.basename(self.stage_data.rstrip("/")) in _NO_NAMES:
             expected = "a folder by its name, as that is the name of the copy"
             yield f"stage_data = {_shown(self.stage_data)}", expected
-        if self.stage_data and env_vars.DATA in self.environment:
-            expected = "one of them, as stage_data sets this variable"
-            yield f"stage_data and {env_vars.DATA}", expected
 
 
 def names() -> list[str]:

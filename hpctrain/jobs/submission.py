@@ -11,6 +11,7 @@ from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import listed
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_checks, job_environment, job_paths, script
+from hpctrain.jobs.slurm_reasons import absent
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import frozen_code
 
@@ -43,7 +44,6 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
     """
     notes = job_checks.check(spec, env)
     spec, host_notes = _without_bad_hosts(spec, env)
-    text(spec)  # refuses what cannot work, before anything is written
     _make_log_folder(spec, env)
     tree, code_notes = _freeze(spec)
     clean, left_out = job_environment.environ(spec, env)
@@ -118,11 +118,10 @@ def _answer(
     try:
         answer = slurm.sbatch(script_text.encode(errors="surrogateescape"), env, options)
     except slurm.NoAnswerError as error:
-        from hpctrain.jobs import sbatch_errors  # only on an error, as it is slow
-
-        raise sbatch_errors.absent(str(error)) from None
+        instead = "hpctrain run …, to start the ranks on this machine"
+        raise absent(str(error), instead) from None
     if answer.code or not (answer.job or options):
-        from hpctrain.jobs import sbatch_errors
+        from hpctrain.jobs import sbatch_errors  # only on an error, as it is slow
 
         raise sbatch_errors.refused(answer.message, spec, env)
     return answer

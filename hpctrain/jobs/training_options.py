@@ -5,8 +5,9 @@ by `hpctrain.options()`, and to open its Session itself. Its own options are lef
 """
 
 import ast
-from collections.abc import Sequence
 from pathlib import Path
+
+from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["check"]
 
@@ -19,21 +20,28 @@ _PARSING = ("parse_args", "parse_known_args")
 _SETTING = ("Session", "set_defaults")
 
 
-def check(script: str, words: Sequence[str], ranks: int | None, complete: bool) -> None:
-    """Refuse training options with which a script cannot train.
+def check(spec: JobSpec) -> None:
+    """Refuse training options with which a script cannot train, also in a setting of a sweep.
 
     Args:
-        script: path of a Python script.
-        words, ranks, complete: as in `early_check.check`.
+        spec: job whose command is a Python, the path of a script, and its options.
 
     Raises:
         UsageError: an option or a value of a recipe is invalid, or contradicts another one.
     """
+    script, *words = spec.command[1:]
     found = _set_by(script)
-    if found is not None:
-        from hpctrain.arguments import early_check  # only for such scripts, as it is slow
+    if found is None:
+        return
+    from hpctrain.arguments import early_check  # only for such scripts, as it is slow
 
-        early_check.check(script, words, *found, ranks, complete)
+    # With one task, `hpctrain run` starts a rank for each GPU that it finds.
+    is_certain = spec.launcher != "none" and (spec.tasks > 1 or spec.gpus == 1)
+    ranks = spec.nodes * spec.tasks if is_certain else None
+    complete = not (spec.dependency or spec.setup)
+    for setting in spec.sweep or ((),):
+        more = [word for name, value in setting for word in (f"--{name}", value)]
+        early_check.check(script, [*words, *more], *found, ranks, complete)
 
 
 def _set_by(script: str) -> tuple[set[str], bool] | None:
@@ -46,34 +54,31 @@ def _set_by(script: str) -> tuple[set[str], bool] | None:
         tree = ast.parse(source if b"hpctrain" in source else b"")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    own: set[str] = set()  # names that may be set: keywords, attributes, and texts for setattr
-    seen: set[str] = set()
-    calls: dict[str, ast.Call] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            calls[name] = node
-            if name.endswith(_PARSING) and (node.args or node.keywords):
-                return None  # the words are not those of its command line
-            if name.endswith(_SETTING) and None in [keyword.arg for keyword in node.keywords]:
-                return None  # **values
-        elif isinstance(node, ast.keyword):
-            own.add(node.arg or "")
-        elif isinstance(node, ast.Attribute):
-            (own if isinstance(node.ctx, ast.Store) else seen).add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            own.add(node.value)
-        elif isinstance(node, ast.Name):
-            seen.add(node.id)
-        elif isinstance(node, ast.ImportFrom) and node.module == "hpctrain":
-            seen |= {f"hpctrain.{name.name}" for name in node.names if name.asname is None}
-    made = calls.get("hpctrain.options")
-    if made is None and "hpctrain.options" in seen:
-        made = calls.get("options")
-    parses = any(name.endswith(_PARSING) for name in calls)
-    opens = any(name.endswith("Session") for name in calls)
-    if made is None or not parses or not opens or _UNCLEAR & (own | seen):
+    nodes = list(ast.walk(tree))
+    calls = [(ast.unparse(one.func), one) for one in nodes if isinstance(one, ast.Call)]
+    keywords = {one.arg or "" for one in nodes if isinstance(one, ast.keyword)}
+    texts = {str(one.value) for one in nodes if isinstance(one, ast.Constant)}
+    attributes = [one for one in nodes if isinstance(one, ast.Attribute)]
+    stored = {one.attr for one in attributes if isinstance(one.ctx, ast.Store)}
+    used = {one.attr for one in attributes} | {one.id for one in nodes if isinstance(one, ast.Name)}
+    parses = [one for name, one in calls if name.endswith(_PARSING)]
+    sets = [one for name, one in calls if name.endswith(_SETTING)]
+    imported = [
+        one for one in nodes if isinstance(one, ast.ImportFrom) and one.module == "hpctrain"
+    ]
+    made = [one for name, one in calls if name == "hpctrain.options"] or [
+        one for name, one in calls if name == "options" and imported
+    ]
+    opens = any(name.endswith("Session") for name, _ in calls)
+    if len(made) != 1 or not parses or not opens or _UNCLEAR & (keywords | texts | used):
         return None
-    recipe = [keyword.value for keyword in made.keywords if keyword.arg in ("recipe", None)]
+    # Words that are not those of the command line, and settings by **values.
+    if any(one.args or one.keywords for one in parses) or None in [
+        keyword.arg for one in sets for keyword in one.keywords
+    ]:
+        return None
+    # Names that may be set: by keywords, attributes, and texts for setattr.
+    own = keywords | texts | stored
+    recipe = [keyword.value for keyword in made[0].keywords if keyword.arg in ("recipe", None)]
     values = [value.value for value in recipe if isinstance(value, ast.Constant)]
     return (own, values == [True]) if len(recipe) == len(values) else None

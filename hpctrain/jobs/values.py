@@ -5,7 +5,6 @@ expected; some functions return such a function.
 """
 
 import itertools
-import math
 import os
 import re
 import shlex
@@ -19,30 +18,20 @@ __all__ = [
     "flag",
     "integer",
     "line",
-    "list_of",
     "name",
     "one_of",
     "string",
+    "strings",
     "sweep",
     "written",
 ]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
-# bash cannot set these, or gives them its own values. Source: "Shell Variables" of bash(1).
-_BASH_VARIABLES = (
-    *("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "BASH_ENV", "_"),
-    *("BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_ARGV0", "BASH_CMDS", "DIRSTACK"),
-    *("BASH_COMMAND", "BASH_LINENO", "BASH_SOURCE", "BASH_SUBSHELL", "BASH_XTRACEFD", "COPROC"),
-    *("EPOCHREALTIME", "EPOCHSECONDS", "FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "MAPFILE"),
-    *("OPTARG", "OPTIND", "PIPESTATUS", "POSIXLY_CORRECT", "PWD", "OLDPWD", "RANDOM", "SECONDS"),
-    *("REPLY", "SRANDOM", "BASH", "BASH_VERSION", "BASH_COMPAT"),
-)
 # Variables of the script and of `hpctrain run`.
 SCRIPT_VARIABLES = (
     *("HPCTRAIN_RUN_DIR", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP_FILE"),
     *("HPCTRAIN_EXIT_STATUS_FILE", "HPCTRAIN_MEMORY", "HPCTRAIN_SITE", "file"),
 )
-_RESERVED = frozenset((*_BASH_VARIABLES, *SCRIPT_VARIABLES))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
 _FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 # Slurm takes 1024 bytes; a longer text is a mistake, such as a file in place of a name.
@@ -56,9 +45,8 @@ def integer(lowest: int, highest: int = 10**6) -> Callable[[Any], int]:
 
     def check(value: Any) -> int:
         text = str(value).strip()
-        if isinstance(value, bool) or not (text.isascii() and text.isdigit() and len(text) < 12):
-            raise ValueError(f"a whole number from {lowest} on")
-        if not lowest <= int(text) <= highest:
+        is_number = not isinstance(value, bool) and re.fullmatch("[0-9]{1,11}", text)
+        if not is_number or not lowest <= int(text) <= highest:
             raise ValueError(f"a whole number from {lowest} to {highest}")
         return int(text)
 
@@ -78,10 +66,6 @@ def string(value: Any) -> str:
         value = os.fspath(value)
     if not isinstance(value, str) or "\0" in value:
         raise ValueError("text without NUL")
-    try:
-        os.fsencode(value)
-    except UnicodeEncodeError:
-        raise ValueError("text that can be written as bytes") from None
     return value
 
 
@@ -133,17 +117,13 @@ def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
     return check
 
 
-def list_of(check_item: Callable[[Any], str]) -> Callable[[Any], tuple[str, ...]]:
-    """Return a check for a list, or for one text."""
-
-    def check(value: Any) -> tuple[str, ...]:
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, (list, tuple)):
-            raise ValueError("a list of texts")
-        return tuple(check_item(item) for item in value)
-
-    return check
+def strings(value: Any) -> tuple[str, ...]:
+    """Check a list of texts, or one text."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of texts")
+    return tuple(map(string, value))
 
 
 def command(value: Any) -> tuple[str, ...]:
@@ -153,9 +133,7 @@ def command(value: Any) -> tuple[str, ...]:
             value = shlex.split(value)
         except ValueError as error:
             raise ValueError(f"a list, or a line with its quotes closed ({error})") from None
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("a list of texts, or one line")
-    arguments = tuple(string(item) for item in value)
+    arguments = strings(value)
     if arguments and (not arguments[0].strip() or arguments[0].startswith("-")):
         raise ValueError("a program first")
     return arguments
@@ -177,7 +155,8 @@ def environment(value: Any) -> dict[str, str]:
 
 
 def _may_be_set(name: str) -> bool:
-    return bool(_VARIABLE.match(name)) and name not in _RESERVED and not name.startswith("SLURM_")
+    own = name in SCRIPT_VARIABLES or name.startswith("SLURM_")
+    return bool(_VARIABLE.match(name)) and not own
 
 
 def extra(value: Any) -> dict[str, str | bool]:
@@ -198,22 +177,20 @@ def extra(value: Any) -> dict[str, str | bool]:
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Check a grid (a table of lists) or a list of tables; return options and values of each."""
-    rows: Sequence[Any] = ()
+    rows: list[dict[str, Any]] = []
     if isinstance(value, Mapping):
         if not all(isinstance(axis, (list, tuple)) and axis for axis in value.values()):
             raise ValueError("a list of values for each option")
-        count = math.prod(map(len, value.values()))
-        if value and count <= _MOST_SETTINGS:
-            rows = [
-                dict(zip(value, row, strict=True)) for row in itertools.product(*value.values())
-            ]
+        grid = itertools.product(*value.values()) if value else ()
+        for row in itertools.islice(grid, _MOST_SETTINGS + 1):
+            rows.append(dict(zip(value, row, strict=True)))
     elif isinstance(value, (list, tuple)) and all(
         isinstance(row, (Mapping, tuple)) for row in value
     ):
-        rows, count = [dict(row) for row in value], len(value)
+        rows = [dict(row) for row in value]
     else:
         raise ValueError("a table of lists, or a list of tables")
-    if count > _MOST_SETTINGS:
+    if len(rows) > _MOST_SETTINGS:
         raise ValueError(f"at most {_MOST_SETTINGS} settings")
     for name in itertools.chain.from_iterable(rows):
         if not isinstance(name, str) or not _FLAG.match(name):

@@ -1,7 +1,7 @@
 """Waiting for the end of a job, through its requeues, while its log is read."""
 
 import contextlib
-import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +22,8 @@ _LONGEST_PAUSE = 10.0
 _GROWTH = 1.15
 # Seconds between two reads of the log.
 _LOG_SECONDS = 0.5
-_MOST_HELD = 2**16  # bytes of a line that are held back
 # A file system may show the last lines only after the job's end.
-_LAST_READS = 3
+_LAST_SECONDS = 1.5
 # States that a requeued job may have for a moment.
 _MAY_RESTART = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "REVOKED"})
 
@@ -49,8 +48,6 @@ class JobOutcome:
 class Log:
     """Log of a job, which appears late and grows.
 
-    The begin of a line is held back until the next read, so that other lines do not cut it in two.
-
     Args:
         offset: bytes that were there before the job; they are not shown.
         out: stream that gets the text.
@@ -59,43 +56,22 @@ class Log:
     def __init__(self, offset: int, out: BinaryIO) -> None:
         """Set up the log; nothing is read yet."""
         self._at, self._out = offset, out
-        self._held = b""
-        self.path: Path | None = None
+        self._path: Path | None = None
 
-    def read(self, job: slurm.QueuedJob | None) -> bool:
-        """Write new text to the stream; return whether there was any.
+    def read(self, job: slurm.QueuedJob | None) -> None:
+        """Write new text to the stream.
 
         Args:
             job: record from Slurm; needed until it gives the name of the log.
         """
-        if self.path is None and job is not None:
-            self.path = log_names.of_job(job)
-        if self.path is None:
-            return False
-        has_text = False
-        try:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._at:
-                    self._at = 0  # the file was emptied
-                file.seek(self._at)
-                while chunk := file.read(2**16):
-                    self._at += len(chunk)
-                    text = self._held + chunk
-                    end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-                    self._out.write(text[:end])
-                    self._held = text[end:]
-                    has_text = True
-        except OSError:
-            return False
-        if not has_text or len(self._held) > _MOST_HELD:
-            self.write_held()
-        self._out.flush()
-        return has_text
-
-    def write_held(self) -> None:
-        """Write the begin of a line that was held back."""
-        self._out.write(self._held)
-        self._held = b""
+        if self._path is None and job is not None:
+            self._path = log_names.of_job(job)
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._at)
+            shutil.copyfileobj(file, self._out)
+            self._at = file.tell()
         self._out.flush()
 
 
@@ -139,7 +115,7 @@ def wait(
         _sleep_and_read(log, jobs, pause, sleep)
         pause = min(pause * _GROWTH, _LONGEST_PAUSE)
     if log is not None:
-        _read_last_lines(log, jobs, sleep)
+        _sleep_and_read(log, jobs, _LAST_SECONDS, sleep)
     return _outcomes(number, jobs, listed, env)
 
 
@@ -170,23 +146,12 @@ def _sleep_and_read(
 ) -> None:
     """Sleep, and read the log in the meantime."""
     job = next(iter(jobs.values()), None)
-    while log is not None and pause > _LOG_SECONDS:
+    while log is not None and pause > 0:
+        sleep(_LOG_SECONDS)
         log.read(job)
-        sleep(_LOG_SECONDS)
         pause -= _LOG_SECONDS
-    sleep(pause)
-
-
-def _read_last_lines(
-    log: Log, jobs: Mapping[str, slurm.QueuedJob], sleep: Callable[[float], None]
-) -> None:
-    job = next(iter(jobs.values()), None)
-    log.read(job)
-    for _ in range(_LAST_READS):
-        sleep(_LOG_SECONDS)
-        if not log.read(job) and log.path is not None and log.path.exists():
-            return
-    log.write_held()
+    if pause > 0:
+        sleep(pause)
 
 
 def _outcomes(

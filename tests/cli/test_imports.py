@@ -31,8 +31,8 @@ COMMANDS = {
     "submit job.toml": (1, "hpctrain run"),
     "status": (0, "Slurm does not answer: no squeue on the PATH"),
     "status --help": (0, "usage: hpctrain status"),
-    "cancel no-such-run": (1, "no Slurm on this host (no squeue on the PATH)"),
-    "requeue no-such-run": (1, "no Slurm on this host (no squeue on the PATH)"),
+    "cancel no-such-run": (1, "no squeue on the PATH"),
+    "requeue no-such-run": (1, "no squeue on the PATH"),
     "run --help": (0, "--nproc-per-node"),
     "run no-such-script.py": (2, "no-such-script.py is no file"),
 }

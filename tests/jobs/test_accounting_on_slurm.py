@@ -35,8 +35,8 @@ def accounted_cluster(lacking):
 def hpctrain(accounted_cluster, tmp_path):
     Path("leaves.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
 
-    def run(*words):
-        env = {**accounted_cluster.environ(), "HOME": str(tmp_path)}
+    def run(*words, **variables):
+        env = {**accounted_cluster.environ(), "HOME": str(tmp_path), **variables}
         return accounted_cluster.run([*HPCTRAIN, *words], env=env)
 
     return run
@@ -49,8 +49,8 @@ def exit_with(code):
 @pytest.mark.parametrize(
     ("option", "message", "fix"),
     [
-        ("--account", "that may use the partition and the qos: root, physics", "--account root"),
-        ("--qos", "a qos of the account's: normal", "--qos normal"),
+        ("--account", "that may use the partition and the qos: root, physics", "--account NAME"),
+        ("--qos", "a qos of the account's: normal", "--qos NAME"),
     ],
 )
 def test_submit_refuses_unknown_account_and_qos(hpctrain, option, message, fix):
@@ -60,17 +60,15 @@ def test_submit_refuses_unknown_account_and_qos(hpctrain, option, message, fix):
     assert f"  fix:      {fix} (it is nobody; " in done.stderr
 
 
-def test_jobs_use_the_account_of_site_sh(accounted_cluster, hpctrain, tmp_path):
-    site = tmp_path / ".config" / "hpctrain" / "site.sh"
-    site.parent.mkdir(parents=True, exist_ok=True)
-    site.write_text("export SBATCH_ACCOUNT=root\n")
-    done = hpctrain("submit", "--wait", *exit_with(0))
+def test_jobs_use_the_account_of_the_shell(accounted_cluster, hpctrain):
+    done = hpctrain("submit", "--wait", *exit_with(0), SBATCH_ACCOUNT="root")
     assert done.returncode == 0, done.stderr
     account = accounted_cluster.run(
         ["sacct", "-nPX", "--format=Account", "-j", done.stdout.strip()], check=True
     )
     assert account.stdout == "root\n"
-    own = hpctrain("submit", "--wait", "--account", "physics", *exit_with(3))
+    words = ("submit", "--wait", "--account", "physics", *exit_with(3))
+    own = hpctrain(*words, SBATCH_ACCOUNT="root")
     assert own.returncode == 3, own.stderr
 
 

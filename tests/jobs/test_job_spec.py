@@ -84,15 +84,8 @@ def test_job_spec_reports_all_problems_at_once():
         ({"command": ["", "x"]}, "a program first"),
         ({"command": ["-x"]}, "a program first"),
         ({"container": "a.sif", "venv": ".venv"}, "container and venv"),
-        ({"container": "a.sif", "run_dir": "a:b"}, "run_dir = 'a:b' in a container"),
-        ({"run_dir": "--"}, "run_dir = '--'"),
         ({"stage_environment": "env.zip"}, "a tar archive"),
-        (
-            {"stage_data": "x", "environment": {"HPCTRAIN_DATA": "/y"}},
-            "stage_data and HPCTRAIN_DATA",
-        ),
         ({"stage_data": "../"}, "a folder by its name"),
-        ({"run_dir": "\ud800"}, "written as bytes"),
         ({"exclude": "a\nb"}, "exclude"),
         ({"partition": "a" * 1001}, "at most 1000 bytes"),
         ({"environment": {"SLURM_PROCID": "1"}}, "'SLURM_PROCID'"),
@@ -161,7 +154,7 @@ def test_job_spec_is_frozen():
 
 @pytest.mark.parametrize(
     "content",
-    [None, b"", b"\xff", b"nodes = ", b"[" * 100_000, b"x = 1", b"# " + b"x" * 2**20, "folder"],
+    [None, b"", b"\xff", b"nodes = ", b"[" * 100_000, b"x = 1", "folder"],
 )
 def test_job_toml_invalid_file_is_refused(tmp_path, content):
     path = tmp_path / "job.toml"

@@ -176,7 +176,7 @@ def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("output", "folder"),
-    [("logs/%j.log", "logs"), ("a/%x/%%/%A.log", "a/job/%"), ("b\\%/%j.log", "b%"), ("x.log", ".")],
+    [("logs/%j.log", "logs"), ("a/%x/%%/%A.log", "a/job/%"), ("x.log", ".")],
 )
 def test_submit_makes_log_folder(fake, output, folder):
     assert submit("--name", "job", "--output", output, "--", "python3", "t.py") == 0
@@ -356,28 +356,17 @@ def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, message):
 
 def test_sbatch_refusal_lists_valid_values(fake):
     fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
-    spec = JobSpec(command="x", partition="p", gpus_per_node="9")
-    error = sbatch_errors.refused("invalid partition", spec, fake.env)
-    assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
-    assert error.fixes == ("--partition main (it is p; partition in JOB.toml and JobSpec)",)
-    error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env)
-    assert "gpu:v100:4" in error.expected
-    assert error.fixes[0].startswith("--gpus-per-node v100:4 (it is 9; ")
-
-
-def test_sbatch_refusal_proposes_a_value_to_type(fake):
-    fake.command("sinfo", "main*|infinite|4|up|(null)\nshort|2:00:00|4|up|(null)")
     fake.command("sacctmgr", "physics\nroot")
-    spec = JobSpec(command="x", partition="short", time="5h", account="fisics", qos="high")
-    for message, fixes in (
-        ("time limit", ["--time 2:00:00 (it is 05:00:00", "--partition NAME (it is short"]),
-        ("invalid partition", ["--partition main (it is short"]),
-        ("invalid account", ["--account physics (it is fisics", "--partition", "--qos"]),
-        ("invalid qos", ["--qos physics (it is high", "--account"]),
+    spec = JobSpec(command="x", partition="p", gpus_per_node="9", account="fisics", qos="high")
+    for message, expected, fix in (
+        ("invalid partition", "a partition of this cluster: main (up to 2:00:00)", "--partition "),
+        ("Invalid generic resource (gres)", "gpu:v100:4", "--gpus-per-node N (it is 9; "),
+        ("invalid account", "physics, root", "--account NAME (it is fisics; account in JOB.toml"),
+        ("invalid qos", "physics, root", "--qos NAME (it is high; "),
     ):
         error = sbatch_errors.refused(message, spec, fake.env)
-        starts = zip(error.fixes, fixes, strict=True)
-        assert all(fix.startswith(expected) for fix, expected in starts), error.fixes
+        assert expected in error.expected
+        assert error.fixes[0].startswith(fix)
 
 
 # Waiting.
@@ -504,7 +493,7 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
     ("pattern", "name"),
     [
         ("%x-%j.log", "a%j/../x-71.log"), ("%A_%3a.log", "70_003.log"), ("%%j-%5j", "%j-00071"),
-        ("%N-%u", "node1-ada"), ("a\\%j", "a%j"), ("/abs/%j", "/abs/71"),
+        ("%N-%u", "node1-ada"), ("/abs/%j", "/abs/71"),
     ],
 )  # fmt: skip
 def test_follow_expands_log_file_pattern(fake, pattern, name):
@@ -524,22 +513,6 @@ def test_follow_skips_log_of_earlier_job(fake):
     Path("train.log").write_text("earlier\nlater\n")
     log.read(slurm.jobs(fake.env)[0])
     assert out.getvalue() == b"later\n"
-
-
-def test_follow_holds_the_begin_of_a_line_back_for_one_read(fake):
-    fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
-    (one,) = slurm.jobs(fake.env)
-    out = io.BytesIO()
-    log = waiting.Log(0, out)
-    shown = []
-    for text in ("loss", " 0.5\n10 %\r20", "", " %", "\n", "x" * 100_000):
-        with open("train.log", "a") as file:
-            file.write(text)
-        log.read(one)
-        shown.append(out.getvalue().decode()[-20:])
-    begin = "loss 0.5\n10 %\r"
-    assert shown[:4] == ["", begin, f"{begin}20", f"{begin}20"]
-    assert shown[4:] == [f"{begin}20 %\n", "x" * 20]
 
 
 def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):

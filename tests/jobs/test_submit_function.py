@@ -22,25 +22,24 @@ def no_job():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "instead"),
+    ("field", "value"),
     [
-        ("container", "image.sif", "hpctrain submit"),
-        ("stage_code", ".", "hpctrain submit"),
-        ("stage_environment", "env.tar", "hpctrain submit"),
-        ("stage_data", "images", "hpctrain submit"),
-        ("elastic", True, "hpctrain submit"),
-        ("array", "0-3", r"one submit\(\) for each index"),
-        ("sweep", {"lr": [0.1, 0.2]}, r"kwargs=one"),
-        ("command", "python x.py", "first argument"),
-        ("launcher", "none", "hpctrain submit"),
+        ("container", "image.sif"),
+        ("stage_code", "."),
+        ("stage_environment", "env.tar"),
+        ("stage_data", "images"),
+        ("elastic", True),
+        ("array", "0-3"),
+        ("sweep", {"lr": [0.1, 0.2]}),
+        ("command", "python x.py"),
+        ("launcher", "none"),
     ],
 )
-def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
-    with pytest.raises(UsageError, match=instead) as caught:
+def test_submitit_refuses_fields_it_lacks(no_job, field, value):
+    with pytest.raises(UsageError, match="hpctrain submit -- ") as caught:
         hpctrain.submit(train, JobSpec(**{field: value}))
     assert field in caught.value.found
     assert caught.value.code == "HT811"
-    assert len(caught.value.fixes) == (2 if field in ("array", "sweep") else 1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
     [
         (lambda: hpctrain.submit(3, JobSpec()), "HT813", r"submit\(3"),
         (lambda: hpctrain.submit(train, {"nodes": 2}), "HT813", "dict"),
-        (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "HT813", "args=.* with a str"),
+        (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "HT813", "args='ab'"),
         (lambda: hpctrain.submit("gone.py", JobSpec()), "HT805", "no file 'gone.py'"),
         (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "HT813", "kwargs"),
         (
@@ -68,23 +67,6 @@ def test_submit_function_wrong_calls(no_job, call, code, found):
 def test_submit_function_checks_arguments(no_job):
     with pytest.raises(UsageError, match=r"train\(\) with .*'lr': 1"):
         hpctrain.submit(train, JobSpec(), kwargs={"lr": 1})
-
-
-def test_submit_function_refuses_staged_python(no_job, monkeypatch):
-    monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
-    monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
-    with pytest.raises(UsageError, match="a temporary copy of this job") as caught:
-        hpctrain.submit(train, JobSpec())
-    assert caught.value.fixes == ("JobSpec(venv=…)", "JobSpec(conda=…)")
-
-
-def test_submitit_refuses_percent_in_folder_name(monkeypatch, tmp_path):
-    folder = tmp_path / "50%jobs"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    with pytest.raises(UsageError, match="without %j"):
-        hpctrain.submit(train, JobSpec())
-    assert not list(folder.glob("runs/.submitit/*"))
 
 
 def test_submit_function_without_slurm_suggests_spawn(no_job, monkeypatch, tmp_path):

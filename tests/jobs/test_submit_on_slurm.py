@@ -133,9 +133,9 @@ sys.exit(code)
     [
         (
             ["--partition", "nope"],
-            r"main \(up to infinite\), .*--partition main \(it is nope; partition in JOB.toml",
+            r"main \(up to infinite\), .*--partition NAME \(it is nope; partition in JOB.toml",
         ),
-        (["--gpus-per-node", "a100:1"], r"gpu:4.*--gpus-per-node 4 \(it is a100:1; "),
+        (["--gpus-per-node", "a100:1"], r"gpu:4.*--gpus-per-node N \(it is a100:1; "),
         (["--memory", "900G"], r"--memory SIZE \(it is 900G; memory in JOB.toml"),
         (["--constraint", "fast"], r"--constraint EXPR \(it is fast; "),
         (["--extra", "reservation=x"], r"--extra"),
