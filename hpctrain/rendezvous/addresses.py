@@ -67,7 +67,6 @@ def listen(
             error_text = str(error)
             taken.append((hosts[0] if alone else LOOPBACK, port))
             continue
-        server.setblocking(False)
         return server, taken, error_text
     return None, taken, error_text
 

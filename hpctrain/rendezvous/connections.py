@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import math
 import os
-from collections.abc import Coroutine
+import socket
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,9 +17,11 @@ from hpctrain.rendezvous.messages import (
     encode,
 )
 
-__all__ = ["Connection", "greet", "run"]
+__all__ = ["Connection", "greet", "run", "serve", "until"]
 
 T = TypeVar("T")
+
+_FULL_SECONDS = 0.1  # pause when the process may open no more files
 
 
 class Connection:
@@ -108,6 +112,60 @@ async def greet(place: tuple[str, int], credentials: Credentials) -> tuple[Conne
     theirs = str(answer.get("challenge"))
     connection.challenges = own + theirs
     return connection, theirs
+
+
+async def serve(
+    listener: socket.socket,
+    converse: Callable[[Connection], Coroutine[Any, Any, None]],
+    limit: int,
+    refuse: Callable[[OSError], None] = lambda _: None,
+) -> None:
+    """Accept connections, and run a conversation for each, until this task is cancelled.
+
+    Args:
+        listener: listening socket.
+        converse: the conversation. An OSError ends it, and its end closes the connection.
+        limit: length of the longest line.
+        refuse: function called with the error if a connection cannot be accepted.
+    """
+
+    async def run_one(connection: Connection) -> None:
+        try:
+            await converse(connection)
+        except OSError:
+            return  # it is lost, or was silent for too long
+        finally:
+            connection.close()
+
+    listener.setblocking(False)
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            try:
+                accepted, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                refuse(error)
+                await asyncio.sleep(_FULL_SECONDS)
+                continue
+            streams = await asyncio.open_connection(sock=accepted, limit=limit)
+            tasks.create_task(run_one(Connection(*streams)))
+
+
+async def until(changed: asyncio.Event, condition: Callable[[], object], seconds: float) -> bool:
+    """Wait until a condition is true, at most some seconds; return whether it is.
+
+    Args:
+        changed: event that is set when the condition may have become true.
+        condition: the condition.
+        seconds: longest wait.
+    """
+    try:
+        async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+            while not condition():
+                changed.clear()
+                await changed.wait()
+    except TimeoutError:
+        return bool(condition())
+    return True
 
 
 def run(work: Coroutine[Any, Any, T], clock: Clock) -> T:

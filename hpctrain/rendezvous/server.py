@@ -14,7 +14,7 @@ from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.errors import ContradictionError, HpctrainError, RankMissingError, StartError
 from hpctrain.rendezvous.addresses import BACKLOG, LOOPBACK, candidate_hosts, listen, ports
-from hpctrain.rendezvous.connections import Connection, greet
+from hpctrain.rendezvous.connections import Connection, greet, serve, until
 from hpctrain.rendezvous.interfaces import reachable
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
@@ -38,7 +38,6 @@ _LINGER_SECONDS = 1.0
 # exceeds the number of ranks by more than `_MORE_UNKNOWN`.
 _UNKNOWN_SECONDS = 10.0
 _MORE_UNKNOWN = 256
-_FULL_SECONDS = 0.1  # pause when the process may open no more files
 
 
 class RendezvousServer:
@@ -90,7 +89,9 @@ class RendezvousServer:
             if self.listener is None:
                 await asyncio.wait(probes, timeout=_LINGER_SECONDS)
                 self._refuse_ports()
-            accepting = asyncio.create_task(self._accept(self.listener))
+            accepting = asyncio.create_task(
+                serve(self.listener, self._serve, LONGEST_HELLO, self._note_refusal)
+            )
             self._publish_addresses()
             await self._wait()
             roster = make_roster(tuple(self.entries[rank] for rank in range(self.size)), self.noun)
@@ -115,30 +116,10 @@ class RendezvousServer:
                 self.listener.close()
         return roster, answer.shared, answer.of(0), self.nonce, listener
 
-    async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections, and serve each in a task of its own."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as peers:
-            while True:
-                try:
-                    accepted, _ = await loop.sock_accept(listener)
-                except OSError as error:
-                    self.accept_error = f"{error.strerror} (ulimit -n)"
-                    await asyncio.sleep(_FULL_SECONDS)
-                    continue
-                streams = await asyncio.open_connection(sock=accepted, limit=LONGEST_HELLO)
-                peers.create_task(self._serve(Connection(*streams)))
+    def _note_refusal(self, error: OSError) -> None:
+        self.accept_error = f"{error.strerror} (ulimit -n)"
 
     async def _serve(self, peer: Connection) -> None:
-        """Converse with a peer until its connection ends."""
-        try:
-            await self._converse(peer)
-        except OSError:
-            return  # it is lost, or was silent for too long
-        finally:
-            peer.close()
-
-    async def _converse(self, peer: Connection) -> None:
         """Converse with a peer: unknown until it has proved that it belongs to this start."""
         self.unknown[peer] = None
         if len(self.unknown) > _MORE_UNKNOWN + self.size:
@@ -220,15 +201,6 @@ class RendezvousServer:
                 self.changed.set()
                 await other.read()
 
-    async def _until(self, condition: Callable[[], object], seconds: float) -> bool:
-        """Wait until a condition is true, at most some seconds; return whether it is."""
-        limit = self.clock() + seconds
-        while not condition() and (left := limit - self.clock()) > 0:
-            self.changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), left)
-        return bool(condition())
-
     async def _wait(self) -> None:
         """Wait until all ranks are connected.
 
@@ -237,8 +209,10 @@ class RendezvousServer:
             RankMissingError: names the ranks that did not connect.
         """
         started, left = self.clock(), self.own.timeout
-        while not await self._until(
-            lambda: self.wrong or len(self.entries) == self.size, min(left, STATUS_SECONDS)
+        while not await until(
+            self.changed,
+            lambda: self.wrong or len(self.entries) == self.size,
+            min(left, STATUS_SECONDS),
         ):
             waited = self.clock() - started
             left = self.own.timeout - waited
@@ -260,7 +234,7 @@ class RendezvousServer:
         line = encode({"roster": pack(roster, answer.shared), "nonce": self.nonce})
         for peer, rank in self.ranks.items():
             self._send(peer, line, json.dumps(answer.of(rank)))
-        await self._until(lambda: all(peer.confirmed for peer in self.ranks), patience)
+        await until(self.changed, lambda: all(peer.confirmed for peer in self.ranks), patience)
         if self.wrong:
             raise self.wrong
         others = range(1, self.size)
@@ -296,7 +270,7 @@ class RendezvousServer:
         self.refusal = encode({"error": list(error.args), "exit_code": error.exit_code})
         await self._send_all(self.refusal, GRACE_SECONDS)
         if isinstance(error, ContradictionError):
-            await self._until(lambda: not self._absent(), _LINGER_SECONDS)
+            await until(self.changed, lambda: not self._absent(), _LINGER_SECONDS)
 
     def _refuse_ports(self) -> NoReturn:
         """Raise an error because no port is free; a second rank 0 of this start gets it too.
