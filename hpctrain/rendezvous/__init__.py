@@ -5,16 +5,14 @@ ranks try these ports, on rank 0's host or on all hosts where rank 0 may run, un
 the proof that it belongs to this start. Then they send their entries. If no host is known, rank 0
 publishes its addresses in a key-value store. When all ranks are connected, rank 0 compares their
 entries, and sends to each the hosts of all ranks, with the address and port of a second socket that
-it has bound for the backend's store. The ranks begin when all of them have confirmed this roster.
+it has bound for the backend's store. What happens to a rank after that is found by the backend.
 
 The messages are lines of JSON:
 
     rank → rank 0   {"start": …, "challenge": …}
     rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: the right server
     rank → rank 0   {"proof": …, "hello": "[rank, world size, entry, objects of the entry]"}
-    rank 0 → rank   {"proof": …, "own": …} {"roster": …, "nonce": …}
-    rank → rank 0   {"received": …}
-    rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
+    rank 0 → rank   {"proof": …, "own": …} {"roster": …, "nonce": …}    or
                     {"proof": …} {"error": [code, found, expected, fix…], "exit_code": …}
 
 `messages.Credentials` describes the proofs. The entries stay on rank 0. The line with the roster is

@@ -146,18 +146,15 @@ class RendezvousClient:
         return [*self.published, *((address, port) for port in likely for address in found)]
 
     async def _join(self, connection: Connection, challenge: str) -> tuple[Roster, Any, Any, str]:
-        """Send this rank's entry, confirm the roster, and wait for the begin or an error."""
+        """Send this rank's entry, and wait for the roster or an error."""
         proof = self.own.credentials.proof("client", challenge, self.own.hello)
         keep_alive(connection.socket)
         connection.send(encode({"proof": proof, "hello": self.own.hello}))
-        message, own = last, _ = await self._message(connection)
-        if "roster" in message:
-            connection.send(encode({"received": self.own.world.rank}))
-            last, _ = await self._message(connection)
-        if "error" in last:
-            wrong_use = last["exit_code"] == UsageError.exit_code
+        message, own = await self._message(connection)
+        if "error" in message:
+            wrong_use = message["exit_code"] == UsageError.exit_code
             kind = UsageError if wrong_use else StartError
-            raise repeated(kind.__name__, *last["error"])
+            raise repeated(kind.__name__, *message["error"])
         return *unpack(message["roster"]), json.loads(own), message["nonce"]
 
     async def _message(self, connection: Connection) -> tuple[dict[str, Any], str]:

@@ -33,14 +33,12 @@ class Connection:
     Attributes:
         socket: its socket.
         challenges: challenges of both sides, joined, once the other side has given its proof.
-        confirmed: whether the other side has confirmed the last message.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.socket = writer.get_extra_info("socket")
         self.challenges = ""
-        self.confirmed = False
         writer.transport.set_write_buffer_limits(0)  # so `sent` waits for all bytes
 
     @property

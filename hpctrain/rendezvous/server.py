@@ -62,7 +62,7 @@ class RendezvousServer:
         self.wrong: ContradictionError | None = None
         self.refusal = b""  # the answer to ranks that connect after an error
         self.accept_error = ""
-        self.changed = asyncio.Event()  # set when a rank has connected, confirmed or was lost
+        self.changed = asyncio.Event()  # set when a rank has connected or was lost
         self.listener, self.taken, self.listen_error = listen(
             candidate_hosts(own.world, own.point), ports(own.point)
         )
@@ -101,7 +101,12 @@ class RendezvousServer:
             port = listener.getsockname()[1]
             roster = dataclasses.replace(roster, addresses=addresses, port=port)
             answer = self.check(roster) or Answer()
-            await self._send_roster(roster, answer)
+            # A rank that is lost from here on is named as the backend connects the ranks.
+            await self._send_all(
+                encode({"roster": pack(roster, answer.shared), "nonce": self.nonce}),
+                GRACE_SECONDS + self.size / 500,
+                lambda rank: json.dumps(answer.of(rank)),
+            )
         except HpctrainError as error:
             await self._give_up(error)
             if listener:
@@ -144,7 +149,7 @@ class RendezvousServer:
             await self._serve_rank(peer, *read_hello(hello, self.objects))
 
     async def _serve_rank(self, peer: Connection, rank: int, size: int, entry: Entry) -> None:
-        """Register a rank, and receive its confirmations."""
+        """Register a rank, and wait for the end of its connection."""
         self.ranks[peer] = rank
         try:
             if self.refusal:
@@ -156,9 +161,8 @@ class RendezvousServer:
                 self.lost.pop(rank, None)
                 if before is not None:  # the same process has connected again
                     before.close()
-            while True:
-                self.changed.set()
-                peer.confirmed = "received" in decode(await peer.read())
+            self.changed.set()
+            await peer.read()
         finally:
             del self.ranks[peer]
             if self.by_rank.get(rank) is peer:
@@ -223,38 +227,12 @@ class RendezvousServer:
         if self.wrong:
             raise self.wrong
 
-    async def _send_roster(self, roster: Roster, answer: Answer) -> None:
-        """Send the roster to all ranks, and wait until all confirm it, so that no rank is lost.
-
-        Raises:
-            ContradictionError: another process with a rank has connected.
-            RankMissingError: names the ranks that did not confirm it.
-        """
-        patience = GRACE_SECONDS + self.size / 500
-        line = encode({"roster": pack(roster, answer.shared), "nonce": self.nonce})
+    async def _send_all(
+        self, line: bytes, patience: float, own: Callable[[int], str] = lambda _: ""
+    ) -> None:
+        """Send a line to all ranks, each with a text of its own, and wait until it is sent."""
         for peer, rank in self.ranks.items():
-            self._send(peer, line, json.dumps(answer.of(rank)))
-        await until(self.changed, lambda: all(peer.confirmed for peer in self.ranks), patience)
-        if self.wrong:
-            raise self.wrong
-        others = range(1, self.size)
-        unconfirmed = [r for r in others if r not in self.by_rank or not self.by_rank[r].confirmed]
-        if unconfirmed:
-            hosts = dict.fromkeys(roster.host(rank) for rank in unconfirmed)
-            raise RankMissingError(
-                "HT201",
-                f"{ranks_text(unconfirmed, noun=self.noun)} of {self.size} connected "
-                f"and {'was' if len(unconfirmed) == 1 else 'were'} lost: no confirmation of the "
-                f"roster from {listed(list(hosts))}",
-                f"all {self.noun}s until the start is complete",
-                "look for the first error in their logs, and whether the host can be reached",
-            )
-        await self._send_all(encode({"begin": True}), patience)
-
-    async def _send_all(self, line: bytes, patience: float) -> None:
-        """Send a line to all ranks, and wait until it is sent."""
-        for peer in self.ranks:
-            self._send(peer, line)
+            self._send(peer, line, own(rank))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await asyncio.gather(*(p.sent() for p in self.ranks), return_exceptions=True)

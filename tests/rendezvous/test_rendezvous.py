@@ -10,7 +10,6 @@ import http.server
 import json
 import os
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -498,27 +497,14 @@ def test_wrong_secret_is_refused_with_the_reason(start, key):
     assert "s3cret" not in f"{points[0]} {host} {client}"
 
 
-def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(start, key):
+def test_secret_is_never_sent(start, key):
     point = dataclasses.replace(rendezvous_point(key=key), secret="s3cret")
-    server = Server(start, 3, point)
-    with join_as(point, 1, 3, "s3cret") as deaf, join_as(point, 2, 3, "s3cret") as other:
-        for reader in (deaf, other):
-            assert "proof" in json.loads(reader.readline())
-            line = reader.readline()
-            assert "roster" in json.loads(line)
-            assert "s3cret" not in line
-        other.buffer.raw._sock.sendall(encode({"received": 2}))
-        with connect(ports(point)[0]) as later, later.makefile() as answers:
-            greet(Credentials(key, "s3cret"), later, answers)  # rank 0 has read its hello
-        server.end(STATUS_SECONDS)
-        assert "proof" in json.loads(other.readline())
-        code, found, *_ = json.loads(other.readline())["error"]
-        assert code == "HT201"
-    (outcome,) = start.ended()
-    assert outcome.found == found
-    assert found.startswith(
-        "rank 1 of 3 connected and was lost: no confirmation of the roster from a"
-    )
+    start(World(0, 2, 0), point)
+    with join_as(point, 1, 2, "s3cret") as reader:
+        assert "proof" in json.loads(reader.readline())
+        line = reader.readline()
+        assert "roster" in json.loads(line)
+        assert "s3cret" not in line
 
 
 @pytest.mark.parametrize(
@@ -750,21 +736,6 @@ def test_roster_of_many_ranks_is_short(cyclic):
     assert len(pack(roster, [8] * 2048)) < 16_384
 
 
-def test_rank_that_resets_its_connection_is_named(start, key):
-    server = Server(start, 3, rendezvous_point(key=key))
-    start(World(1, 3, 0), rendezvous_point("b", key))
-    server.waits_for("rank 2")
-    with join_as(rendezvous_point("c", key), 2, 3, host="c") as reader:
-        reader.readline()  # rank 0 has sent the roster
-        reset = struct.pack("ii", 1, 0)
-        reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-    for outcome in start.ended():
-        assert isinstance(outcome, StartError)
-        assert outcome.code == "HT201"
-        message = "rank 2 of 3 connected and was lost: no confirmation of the roster from c"
-        assert message in outcome.found
-
-
 @pytest.mark.parametrize("host", ["b", "a"], ids=["two-hosts", "one-hostname-and-pid"])
 def test_two_jobs_with_one_key_are_both_refused(start, key, host):
     """Start two trainings manually with one MASTER_PORT; the second finds rank 0 of the first."""
@@ -980,9 +951,6 @@ def test_rank_may_reconnect(start, key):
         thread = start(World(2, 3, 2), point)
         reader.readline()
         assert "roster" in json.loads(reader.readline())
-        reader.buffer.raw._sock.sendall(encode({"received": 1}))
-        reader.readline()
-        assert json.loads(reader.readline()) == {"begin": True}
         start.ended(thread)
     assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
