@@ -127,7 +127,9 @@ async def serve(
         refuse: function called with the error if a connection cannot be accepted.
     """
 
-    async def run_one(connection: Connection) -> None:
+    async def run_one(accepted: socket.socket) -> None:
+        streams = await asyncio.open_connection(sock=accepted, limit=limit)
+        connection = Connection(*streams)
         try:
             await converse(connection)
         except OSError:
@@ -144,8 +146,7 @@ async def serve(
                 refuse(error)
                 await asyncio.sleep(_FULL_SECONDS)
                 continue
-            streams = await asyncio.open_connection(sock=accepted, limit=limit)
-            tasks.create_task(run_one(Connection(*streams)))
+            tasks.create_task(run_one(accepted))
 
 
 async def until(changed: asyncio.Event, condition: Callable[[], object], seconds: float) -> bool:
