@@ -76,9 +76,6 @@ def client(credentials: Credentials, rank: int, text: str, rosters: list[bytes])
         raise SystemExit(f"rank {rank} did not get the roster: {roster[:500]!r}")
     if not rosters:
         rosters.append(roster)
-    begin = yield from _message(encode({"received": rank}))
-    if decode(begin) != {"begin": True}:
-        raise SystemExit(f"rank {rank} did not get the signal to begin")
 
 
 def _message(message: bytes) -> Generator[bytes, bytes, bytes]:

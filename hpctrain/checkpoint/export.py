@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from hpctrain.checkpoint.durable_files import sync
-from hpctrain.checkpoint.loading import best_of, load, places, read_manifest
+from hpctrain.checkpoint.loading import best_of, load, load_newest, places, read_manifest
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
@@ -135,17 +135,15 @@ def _find(
                 "--step N",
             )
         return step, load(found[step], step, parts)
-    for newest in reversed(found):
-        try:
-            return newest, load(found[newest], newest, parts)
-        except CheckpointError as error:
-            logger.error("%s; trying the previous one", error.found)
-    raise CheckpointError(
-        "HT709",
-        f"no complete checkpoint in {directory.checkpoints}",
-        "the directory of a run that has saved a checkpoint",
-        f"ls {directory.path}",
-    )
+    newest = load_newest(directory, parts=parts)
+    if newest is None:
+        raise CheckpointError(
+            "HT709",
+            f"no complete checkpoint in {directory.checkpoints}",
+            "the directory of a run that has saved a checkpoint",
+            f"ls {directory.path}",
+        )
+    return newest
 
 
 def _named(

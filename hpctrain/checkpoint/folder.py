@@ -1,14 +1,13 @@
 """The folder of a checkpoint: written under a temporary name and renamed when it is complete.
 
     .step-00000042.HOST.PID.RANDOM   being written or removed by the process PID of HOST
-    .step-00000042.old               being replaced, if that needs two renames
+    .step-00000042.old               being replaced, between two renames
 
 A process may be killed, or the host may fail, between any two system calls. In every case a reader
 finds the newest committed checkpoint.
 """
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -38,8 +37,6 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Folder"]
 
-_AT_FDCWD = -100  # from fcntl.h
-_RENAME_EXCHANGE = 2  # from linux/fs.h
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
 # By error number: what is missing, then commands for the user.
 _FIXES = {
@@ -124,23 +121,18 @@ class Folder:
     def _put(self, temporary: Path, final: Path) -> None:
         """Commit by rename; remove what it replaces, or restore that after an error."""
         exists, old = os.path.lexists(final), replaced(final)
-        swapped = exists and _exchange(temporary, final)
-        if exists and not swapped:
+        if exists:
             final.rename(old)
         try:
-            if not swapped:
-                temporary.rename(final)
+            temporary.rename(final)
             sync(final.parent)
         except OSError:
-            if swapped:
-                _exchange(temporary, final)
-            else:
-                with contextlib.suppress(OSError):
-                    final.rename(temporary)
-                if exists:
-                    old.rename(final)
+            with contextlib.suppress(OSError):
+                final.rename(temporary)
+            if exists:
+                old.rename(final)
             raise
-        if exists and not swapped:
+        if exists:
             self._discard(old, temporary)
 
     def _settle(self) -> None:
@@ -183,8 +175,13 @@ class Folder:
             match = _TEMPORARY.match(entry.name)
             if match is None or entry == self._temporary:
                 continue
-            here = match["host"] == self._host
-            if (here and not _alive(int(match["pid"]))) or (locked and not here):
+            if match["host"] == self._host:
+                # This process writes only its current folder.
+                pid = int(match["pid"])
+                ended = pid == os.getpid() or not proc.started(pid)
+            else:
+                ended = locked
+            if ended:
                 _remove(entry)
 
     def _name(self, step: int) -> Path:
@@ -221,41 +218,8 @@ def _here() -> str:
     return f"{host}.{proc.namespace()}"
 
 
-def _alive(pid: int) -> bool:
-    """Return whether another process of this host has this id.
-
-    This process counts as ended, because it writes only its current folder.
-    """
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
 def _remove(folder: Path) -> None:
     """Remove a folder as far as possible; remove a link or a file itself."""
     with contextlib.suppress(OSError):
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap the names of two folders atomically; return False if the system does not support it.
-
-    Source: rename(2), RENAME_EXCHANGE.
-    """
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28 or later
-    if renameat2 is None:
-        return False
-    names = (os.fsencode(first), os.fsencode(second))
-    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number), str(second))

@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
-from hpctrain.rundir import RunDirectory
+from hpctrain.rundir import RunDirectory, open_regular
 
 __all__ = [
     "FORMAT",
@@ -60,7 +60,9 @@ def places(directory: RunDirectory) -> dict[int, Path]:
 
 
 def load_newest(
-    directory: RunDirectory, run: Mapping[str, Any] | None = None
+    directory: RunDirectory,
+    run: Mapping[str, Any] | None = None,
+    parts: Collection[str] | None = None,
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and state of the newest complete checkpoint; None if there is no checkpoint.
 
@@ -70,6 +72,7 @@ def load_newest(
     Args:
         directory: run directory.
         run: required value of `run` in the manifests (default: any).
+        parts: names of the parts to read, if they exist (default: all).
 
     Raises:
         CheckpointError: there are checkpoints, but none of them is complete.
@@ -77,7 +80,7 @@ def load_newest(
     found = places(directory)
     for step in reversed(found):
         try:
-            return step, load(found[step], step, run=run)
+            return step, load(found[step], step, parts, run)
         except CheckpointError as error:
             logger.error("%s; trying the previous one", error.found)
     if found:
@@ -214,11 +217,7 @@ def _open(path: Path) -> BufferedReader:
     Raises:
         OSError: the file cannot be opened, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
-    return os.fdopen(descriptor, "rb")
+    return open(path, "rb", opener=lambda name, flags: open_regular(name, flags | os.O_NOFOLLOW))
 
 
 def _hash(file: BufferedReader) -> str:

@@ -109,33 +109,28 @@ def freeze(state: Mapping[str, Any], checked: dict[str, bytes] | None = None) ->
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise _refused(name, error) from None
         tensors, structure = finder.tensors, file.getvalue()
-        round_trip = _RoundTrip(name)
         if checked is None or checked.get(name) != structure:
             # Check the structure only; the content of the tensors does not matter.
-            round_trip(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
+            empty = [torch.empty(0, device="cpu")] * len(tensors)
+            _round_trip(name, _Filler(structure, empty).load())
         if checked is not None:
             checked[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
         for number in set(range(len(tensors))).difference(plain):
-            tensors[number] = round_trip(tensors[number])
+            tensors[number] = _round_trip(name, tensors[number])
         parts[name] = Part(structure, tensors, plain)
     return Snapshot(parts)
 
 
-class _RoundTrip:
-    """Round trip of a value through `torch.save` and `torch.load`, as in a checkpoint."""
-
-    def __init__(self, part: str) -> None:
-        self._part = part
-
-    def __call__(self, value: Any) -> Any:
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # the user's classes may raise any error
-            raise _refused(self._part, error) from None
+def _round_trip(part: str, value: Any) -> Any:
+    """Return a value after `torch.save` and `torch.load`, as in a checkpoint."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the user's classes may raise any error
+        raise _refused(part, error) from None
 
 
 def _refused(part: str, error: Exception) -> UsageError:

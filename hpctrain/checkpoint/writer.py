@@ -69,6 +69,10 @@ class Writer:
         room: function that is called with the bytes of a state before it is copied, and raises
             CheckpointError if there is no room for them.
         clock: function that returns seconds, to measure a save; tests replace it.
+
+    Attributes:
+        seconds: longest time of a save from copy to commit, in seconds; None before the first save.
+        committed: step of the newest checkpoint that this writer committed; None before the first.
     """
 
     def __init__(
@@ -92,8 +96,8 @@ class Writer:
         self._idle.set()
         self._error: CheckpointError | None = None  # error of the newest finished save
         self._unreported: CheckpointError | None = None  # for `failure` and `wait`
-        self._seconds: float | None = None
-        self._committed: int | None = None
+        self.seconds: float | None = None
+        self.committed: int | None = None
 
     def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Wait for the previous save, copy the state and write the copy in the background.
@@ -140,16 +144,6 @@ class Writer:
         error, self._unreported = self._unreported, None
         return error
 
-    @property
-    def seconds(self) -> float | None:
-        """Longest time of a save from copy to commit, in seconds; None before the first save."""
-        return self._seconds
-
-    @property
-    def committed(self) -> int | None:
-        """Step of the newest checkpoint that this writer committed; None before the first."""
-        return self._committed
-
     def close(self) -> None:
         """Wait until everything is written and end the thread."""
         self._idle.wait()
@@ -184,7 +178,7 @@ class Writer:
         error = None
         try:
             self._folder.save(job.step, job.snapshot, job.facts)
-            self._committed = job.step
+            self.committed = job.step
         except CheckpointError as failed:
             error = failed
         except Exception as unknown:  # nothing may end the thread: save() waits for it
@@ -196,7 +190,7 @@ class Writer:
         if error is not None:
             logger.error("%s", error)
         seconds = self._clock() - job.begin
-        self._seconds = max(seconds, self._seconds or 0.0)
+        self.seconds = max(seconds, self.seconds or 0.0)
         self._error, self._unreported = error, error or self._unreported
 
 

@@ -72,10 +72,10 @@ def remove_abandoned(own: str) -> None:
     """
     before = time.time() - _SECONDS_BETWEEN_ATTEMPTS
     found = set()
-    for folder in _TOP.glob(f"hpctrain-{os.getuid()}-*"):
+    for path in _TOP.glob(f"hpctrain-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            if folder.lstat().st_mtime < before:
-                found.add(str(folder))
+            if path.lstat().st_mtime < before:
+                found.add(str(path))
     found.discard(own)
     if not found:
         return

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hpctrain.cluster import proc
+
 __all__ = ["STOP", "blocked", "obey_parent"]
 
 # Signals that come before a kill: from Slurm's --signal, from preemption, or from the user.
@@ -48,17 +50,7 @@ def obey_parent(master: int) -> None:
             received = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_CHECKS)
             if received is not None and received.si_pid == master:
                 os._exit(0)
-            if not _is_running(master):
+            if not proc.started(master):
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait_for_signals, daemon=True).start()
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,26 +1,23 @@
-"""The rendezvous: the ranks of a start connect and receive the roster. Plain sockets, no torch.
+"""The rendezvous: the ranks of a start connect and receive the roster. asyncio, no torch.
 
 Rank 0 listens on the first free of a few ports that are derived from the start's key. The other
 ranks try these ports, on rank 0's host or on all hosts where rank 0 may run, until one answers with
 the proof that it belongs to this start. Then they send their entries. If no host is known, rank 0
 publishes its addresses in a key-value store. When all ranks are connected, rank 0 compares their
 entries, and sends to each the hosts of all ranks, with the address and port of a second socket that
-it has bound for the backend's store. The ranks begin when all of them have confirmed this roster.
+it has bound for the backend's store. What happens to a rank after that is found by the backend.
 
 The messages are lines of JSON:
 
     rank → rank 0   {"start": …, "challenge": …}
     rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: the right server
     rank → rank 0   {"proof": …, "hello": "[rank, world size, entry, objects of the entry]"}
-    rank 0 → rank   {"proof": …, "own": …} {"roster": …, "nonce": …}
-    rank → rank 0   {"received": …}
-    rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
+    rank 0 → rank   {"proof": …, "own": …} {"roster": …, "nonce": …}    or
                     {"proof": …} {"error": [code, found, expected, fix…], "exit_code": …}
 
 `messages.Credentials` describes the proofs. The entries stay on rank 0. The line with the roster is
-the same for all ranks, and short (`roster.pack`), so rank 0 sends some hundred bytes to each rank,
-whatever their number. The caller's `check` decides what the ranks are told of the entries: a value
-for all of them, and one for each.
+the same for all ranks, and short: some bytes for each host (`roster.pack`). The caller's `check`
+decides what the ranks are told of the entries: a value for all of them, and one for each.
 """
 
 import os
@@ -37,6 +34,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.rendezvous import key_value_store
 from hpctrain.rendezvous.addresses import LOOPBACK, ports
 from hpctrain.rendezvous.client import RendezvousClient
+from hpctrain.rendezvous.connections import run
 from hpctrain.rendezvous.interfaces import address_on
 from hpctrain.rendezvous.key_value_store import KeyValueStore
 from hpctrain.rendezvous.messages import (
@@ -146,9 +144,9 @@ def meet(
         )
         if world.rank == 0:
             server = RendezvousServer(participant, check)
-            roster, shared, mine, nonce, listener = server.gather()
+            roster, shared, mine, nonce, listener = run(server.gather(), clock)
         else:
-            roster, shared, mine, nonce = RendezvousClient(participant).join()
+            roster, shared, mine, nonce = run(RendezvousClient(participant).join(), clock)
     completed = world.completed(roster.hosts, roster.host_of_rank)
     return Rendezvous(completed, roster, shared, mine, nonce, listener, store)
 

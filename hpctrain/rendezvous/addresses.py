@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.world import World
 
-__all__ = ["LOOPBACK", "Names", "candidate_hosts", "listen", "ports"]
+__all__ = ["BACKLOG", "LOOPBACK", "Names", "candidate_hosts", "listen", "ports"]
 
 # Below the ephemeral ranges of Linux (from 32768) and of IANA, above the well-known ports.
 _PORT_RANGE = range(20000, 32000)
 _PORTS_TO_TRY = 16
 LOOPBACK = "127.0.0.1"
+BACKLOG = 4096  # connections that wait to be accepted
 
 
 def ports(point: RendezvousPoint) -> list[int]:
@@ -55,18 +56,17 @@ def listen(
         try:
             if alone:
                 family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
-                server = socket.create_server((hosts[0], port), family=family, backlog=4096)
+                server = socket.create_server((hosts[0], port), family=family, backlog=BACKLOG)
             elif socket.has_dualstack_ipv6():
                 server = socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+                    ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
                 )
             else:
-                server = socket.create_server(("", port), backlog=4096)
+                server = socket.create_server(("", port), backlog=BACKLOG)
         except OSError as error:
             error_text = str(error)
             taken.append((hosts[0] if alone else LOOPBACK, port))
             continue
-        server.setblocking(False)
         return server, taken, error_text
     return None, taken, error_text
 

@@ -122,15 +122,7 @@ def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> S
         hosts: host name of each rank, by rank.
     """
     ranks = _Ranks(entries, hosts)
-    found = [*_shared_gpus(ranks)]
-    for rule in _rules(ranks):
-        groups = ranks.by_value(rule.name, rule.value)
-        if rule.name == "code":
-            groups.pop(None, None)  # not imported there: a script may import by rank
-        if len(groups) > 1:
-            text = ranks.format_values(groups, rule.label)
-            found.append(Difference(rule.subject, text, rule.expected, rule.fixes, rule.code))
-    found += _other_commands(ranks)
+    found = [*_shared_gpus(ranks), *_other_values(ranks), *_other_commands(ranks)]
     return sorted(found, key=lambda difference: not difference.wrong)
 
 
@@ -177,6 +169,29 @@ class _Ranks:
             groups.setdefault(of(value), []).extend(ranks)
         return groups
 
+    def compare(
+        self,
+        name: str,
+        of: Callable[[Any], Any],
+        subject: str,
+        label: str,
+        expected: str,
+        fixes: tuple[str, ...],
+        code: str = "",
+    ) -> Iterator[Difference]:
+        """Yield the difference if the ranks have different values.
+
+        Args:
+            name, of: as in `by_value`.
+            subject, expected, fixes, code: as in `Difference`.
+            label: text before the values.
+        """
+        groups = self.by_value(name, of)
+        if name == "code":
+            groups.pop(None, None)  # not imported there: a script may import by rank
+        if len(groups) > 1:
+            yield Difference(subject, self.format_values(groups, label), expected, fixes, code)
+
     def format_values(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
         """Format groups: `torch 2.15.0 at ranks 0 and 1 on node1; 2.14.0 at rank 2 on node2`."""
         parts = [
@@ -190,26 +205,6 @@ class _Ranks:
         return ranks_text(ranks, self.hosts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """A value that all ranks should have alike.
-
-    Attributes:
-        subject, expected, fixes, code: as in `Difference`.
-        name: name in the entries.
-        value: function of what the entries have under that name.
-        label: text before the values.
-    """
-
-    subject: str
-    name: str
-    value: Callable[[Any], Any]
-    label: str
-    expected: str
-    fixes: tuple[str, ...]
-    code: str = ""
-
-
 # Whether different versions are an error, as messages between ranks fail; otherwise a warning.
 _VERSIONS = {
     "hpctrain": True,
@@ -221,8 +216,8 @@ _VERSIONS = {
 }
 
 
-def _rules(ranks: _Ranks) -> Iterator[_Rule]:
-    """Yield what has to be the same on all ranks.
+def _other_values(ranks: _Ranks) -> Iterator[Difference]:
+    """Find values that are not the same on all ranks.
 
     Different scripts are an error: two programs in one step, each with its own rank 0, would share
     one key. For commands, GPU models and network settings only the user can decide.
@@ -232,28 +227,27 @@ def _rules(ranks: _Ranks) -> Iterator[_Rule]:
         "put the environment where all hosts see it",
     )
     for name, wrong in _VERSIONS.items():
-        yield _Rule(
-            *(name, "versions", itemgetter(name), name, f"one version of {name}"),
-            *(same_environment, "HT208" if wrong else ""),
+        expected, code = f"one version of {name}", "HT208" if wrong else ""
+        yield from ranks.compare(
+            "versions", itemgetter(name), name, name, expected, same_environment, code
         )
     for name in ranks.keys("settings"):
         affects = f"the same {name} on all ranks, as it affects the training"
         one_line = ("one command line for all ranks",)
-        yield _Rule(name, "settings", methodcaller("get", name), name, affects, one_line, "HT209")
-    yield _Rule(
-        *("script", "command", itemgetter(0), "different scripts:", "one script for all ranks"),
-        ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET"),
-        "HT209",
-    )
-    one_kind = ("one kind: srun --constraint=…, --gpus=KIND:N",)
+        value = methodcaller("get", name)
+        yield from ranks.compare("settings", value, name, name, affects, one_line, "HT209")
+    label, one_script = "different scripts:", "one script for all ranks"
+    apart = ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET")
+    yield from ranks.compare("command", itemgetter(0), "script", label, one_script, apart, "HT209")
+    label, one_kind = "GPUs of different kinds:", ("one kind: srun --constraint=…, --gpus=KIND:N",)
     same = "the same on all ranks"
-    yield _Rule("gpu_name", "gpu_name", str, "GPUs of different kinds:", same, one_kind)
+    yield from ranks.compare("gpu_name", str, "gpu_name", label, same, one_kind)
     label, alike = "NCCL's and gloo's variables differ:", ("export them for all ranks alike",)
-    yield _Rule("network", "network", _without_interfaces, label, same, alike)
+    yield from ranks.compare("network", _without_interfaces, "network", label, same, alike)
     for name in ranks.keys("code"):
         label, again = f"{name} differs: version", ("copy it again to where the ranks read it",)
         same_code = "the same code on all ranks"
-        yield _Rule("code", "code", methodcaller("get", name), label, same_code, again)
+        yield from ranks.compare("code", methodcaller("get", name), "code", label, same_code, again)
 
 
 def _shared_gpus(ranks: _Ranks) -> Iterator[Difference]:

@@ -15,7 +15,6 @@ from hpctrain.rendezvous.key_value_store import KeyValueStore
 
 __all__ = [
     "GRACE_SECONDS",
-    "LONGEST_GREETING",
     "LONGEST_HELLO",
     "LONGEST_LINE",
     "STATUS_SECONDS",
@@ -33,7 +32,6 @@ __all__ = [
 
 LONGEST_LINE = 1 << 26
 LONGEST_HELLO = 1 << 17
-LONGEST_GREETING = 1 << 10
 # The other ranks wait this much longer than rank 0, which sends them the list of missing ranks.
 GRACE_SECONDS = 5.0
 # Time between two status lines for the user while waiting takes long.

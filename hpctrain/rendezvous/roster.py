@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.errors import ContradictionError, StartError, UsageError
 from hpctrain.rendezvous.messages import Entry
 
@@ -117,15 +116,14 @@ def make_roster(entries: tuple[Entry, ...], noun: str = "rank") -> Roster:
 def pack(roster: Roster, shared: Any) -> str:
     """Return the text of a roster without its entries, and of a value for all ranks.
 
-    It is zlib (RFC 1950) in base64 over JSON. Names and addresses of hosts are host lists, and the
-    hosts of the ranks are the steps from each rank to the next, which repeat in most distributions.
-    So the text of a usual cluster has some hundred bytes, whatever its size.
+    It is zlib (RFC 1950) in base64 over JSON. The hosts of the ranks are the steps from each rank
+    to the next, which repeat in most distributions. So the text has about six bytes for each host.
     """
     addresses = dict(zip(reversed(roster.host_of_rank), reversed(roster.addresses), strict=True))
     nodes = roster.host_of_rank
     value = {
-        "hosts": _short(roster.hosts),
-        "addresses": _short([addresses.get(host, "") for host in range(len(roster.hosts))]),
+        "hosts": roster.hosts,
+        "addresses": [addresses.get(host, "") for host in range(len(roster.hosts))],
         "steps": [b - a for a, b in itertools.pairwise((0, *nodes))],
         "port": roster.port,
         "shared": shared,
@@ -137,18 +135,6 @@ def pack(roster: Roster, shared: Any) -> str:
 def unpack(text: str) -> tuple[Roster, Any]:
     """Return the roster and the value from a text of `pack`."""
     value = json.loads(zlib.decompress(base64.b64decode(text)))
-    hosts, by_host = (
-        tuple(expand(names) if isinstance(names, str) else names)
-        for names in (value["hosts"], value["addresses"])
-    )
     nodes = tuple(itertools.accumulate(value["steps"]))
-    addresses = tuple(by_host[host] for host in nodes)
-    return Roster((), addresses, hosts, nodes, value["port"]), value["shared"]
-
-
-def _short(names: Sequence[str]) -> str | Sequence[str]:
-    """Return the names as a host list, or themselves where one cannot be part of a host list."""
-    try:
-        return compress(names)
-    except UsageError:
-        return names
+    addresses = tuple(value["addresses"][host] for host in nodes)
+    return Roster((), addresses, tuple(value["hosts"]), nodes, value["port"]), value["shared"]

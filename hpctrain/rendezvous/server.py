@@ -1,5 +1,6 @@
 """The server side of the rendezvous: rank 0 waits for all ranks and sends them the roster."""
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -12,18 +13,11 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.errors import ContradictionError, HpctrainError, RankMissingError, StartError
-from hpctrain.rendezvous.addresses import LOOPBACK, candidate_hosts, listen, ports
-from hpctrain.rendezvous.connections import (
-    FULL_SECONDS,
-    Connection,
-    Connections,
-    Conversation,
-    greet,
-)
+from hpctrain.rendezvous.addresses import BACKLOG, LOOPBACK, candidate_hosts, listen, ports
+from hpctrain.rendezvous.connections import Connection, greet, serve, until
 from hpctrain.rendezvous.interfaces import reachable
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
-    LONGEST_GREETING,
     LONGEST_HELLO,
     STATUS_SECONDS,
     Credentials,
@@ -67,22 +61,17 @@ class RendezvousServer:
         self.unknown: dict[Connection, None] = {}  # a dict keeps the order of arrival
         self.wrong: ContradictionError | None = None
         self.refusal = b""  # the answer to ranks that connect after an error
-        self.connections = Connections(own.clock)
-        self.listener, taken, self.listen_error = listen(
+        self.accept_error = ""
+        self.changed = asyncio.Event()  # set when a rank has connected or was lost
+        self.listener, self.taken, self.listen_error = listen(
             candidate_hosts(own.world, own.point), ports(own.point)
         )
-        self.ports = [port for _, port in taken]
+        self.ports = [port for _, port in self.taken]
         if self.listener is not None:
             self.ports.append(self.listener.getsockname()[1])
             keep_alive(self.listener)  # and each connection that it accepts
-            self.connections.accept(self.listener, self._serve)
-        # A second rank 0 of the same start may hold an earlier port. Two manual starts with one
-        # key would share their ranks.
-        for place in taken:
-            with contextlib.suppress(OSError):
-                self.connections.connect(place, self._probe)
 
-    def gather(self) -> tuple[Roster, Any, Any, str, socket.socket]:
+    async def gather(self) -> tuple[Roster, Any, Any, str, socket.socket]:
         """Wait for all ranks.
 
         Returns:
@@ -92,79 +81,94 @@ class RendezvousServer:
         Raises:
             HpctrainError: the start failed; all ranks that can be reached raise the same error.
         """
-        listener = None
+        accepting = listener = None
+        # A second rank 0 of the same start may hold an earlier port. Two manual starts with one
+        # key would share their ranks.
+        probes = [asyncio.create_task(self._probe(place)) for place in self.taken]
         try:
             if self.listener is None:
+                await asyncio.wait(probes, timeout=_LINGER_SECONDS)
                 self._refuse_ports()
+            accepting = asyncio.create_task(
+                serve(self.listener, self._serve, LONGEST_HELLO, self._note_refusal)
+            )
             self._publish_addresses()
-            self._wait()
+            await self._wait()
             roster = make_roster(tuple(self.entries[rank] for rank in range(self.size)), self.noun)
             addresses = self._addresses(roster)
             family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-            listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
+            listener = socket.create_server((addresses[0], 0), family=family, backlog=BACKLOG)
             port = listener.getsockname()[1]
             roster = dataclasses.replace(roster, addresses=addresses, port=port)
             answer = self.check(roster) or Answer()
-            self._send_roster(roster, answer)
+            # A rank that is lost from here on is named as the backend connects the ranks.
+            await self._send_all(
+                encode({"roster": pack(roster, answer.shared), "nonce": self.nonce}),
+                GRACE_SECONDS + self.size / 500,
+                lambda rank: json.dumps(answer.of(rank)),
+            )
         except HpctrainError as error:
-            self._give_up(error)
+            await self._give_up(error)
             if listener:
                 listener.close()
             raise
         finally:
             if self.own.store is not None:
                 self.own.store.clear(self.own.credentials.start)
-            self.connections.close_all()
+            if accepting is not None:
+                accepting.cancel()
             if self.listener is not None:
                 self.listener.close()
         return roster, answer.shared, answer.of(0), self.nonce, listener
 
-    def _serve(self, peer: Connection) -> Conversation:
+    def _note_refusal(self, error: OSError) -> None:
+        self.accept_error = f"{error.strerror} (ulimit -n)"
+
+    async def _serve(self, peer: Connection) -> None:
         """Converse with a peer: unknown until it has proved that it belongs to this start."""
         self.unknown[peer] = None
+        if len(self.unknown) > _MORE_UNKNOWN + self.size:
+            next(iter(self.unknown)).close()
         credentials = self.own.credentials
         try:
-            greeting = decode((yield LONGEST_GREETING))
-            if greeting.get("start") != credentials.start or "challenge" not in greeting:
-                return
-            theirs, ours = str(greeting["challenge"]), Credentials.challenge()
-            proof = credentials.proof("host", theirs)
-            self.connections.send(
-                peer, encode({"start": credentials.start, "proof": proof, "challenge": ours})
-            )
-            message = decode((yield LONGEST_HELLO))
-            hello = str(message.get("hello"))
-            if not credentials.proves(message.get("proof"), "client", ours, hello):
-                return
+            async with asyncio.timeout(_UNKNOWN_SECONDS):
+                greeting = decode(await peer.read())
+                if greeting.get("start") != credentials.start or "challenge" not in greeting:
+                    return
+                theirs, ours = str(greeting["challenge"]), Credentials.challenge()
+                proof = credentials.proof("host", theirs)
+                peer.send(encode({"start": credentials.start, "proof": proof, "challenge": ours}))
+                message = decode(await peer.read())
         finally:
-            self.unknown.pop(peer, None)
-        peer.challenges = theirs + ours
-        try:
-            introduced = read_hello(hello, self.objects)
-        except ValueError:
+            del self.unknown[peer]
+        hello = str(message.get("hello"))
+        if not credentials.proves(message.get("proof"), "client", ours, hello):
             return
-        yield from self._serve_rank(peer, *introduced)
+        peer.challenges = theirs + ours
+        with contextlib.suppress(ValueError):
+            await self._serve_rank(peer, *read_hello(hello, self.objects))
 
-    def _serve_rank(self, peer: Connection, rank: int, size: int, entry: Entry) -> Conversation:
-        """Register a rank, and receive its confirmations."""
+    async def _serve_rank(self, peer: Connection, rank: int, size: int, entry: Entry) -> None:
+        """Register a rank, and wait for the end of its connection."""
         self.ranks[peer] = rank
         try:
             if self.refusal:
                 self.entries.setdefault(rank, entry)
-                self._send(peer, self.refusal, hashlib.sha256(self.refusal).hexdigest())
+                self._send(peer, self.refusal)
             elif not self._contradicts(rank, size, entry):
                 before = self.by_rank.get(rank)
                 self.by_rank[rank], self.entries[rank] = peer, entry
                 self.lost.pop(rank, None)
                 if before is not None:  # the same process has connected again
-                    self.connections.close(before)
-            while True:
-                peer.confirmed = "received" in decode((yield LONGEST_GREETING))
+                    before.close()
+            self.changed.set()
+            await peer.read()
         finally:
             del self.ranks[peer]
             if self.by_rank.get(rank) is peer:
                 del self.by_rank[rank]
                 self.lost[rank] = self.entries.pop(rank)["host"]
+            self.changed.set()
 
     def _contradicts(self, rank: int, size: int, entry: Entry) -> bool:
         """Check whether a new rank contradicts the others, and note the error."""
@@ -184,119 +188,67 @@ class RendezvousServer:
             )
         return self.wrong is not None
 
-    def _probe(self, connection: Connection) -> Conversation:
+    async def _probe(self, place: tuple[str, int]) -> None:
         """Check whether a second rank 0 is at an earlier port; it gets the same error."""
-        challenge = yield from greet(self.connections, connection, self.own.credentials)
-        if self.refusal:
-            return
-        proof = self.own.credentials.proof("client", challenge, self.own.hello)
-        self.connections.send(connection, encode({"proof": proof, "hello": self.own.hello}))
-        first, port = self.entries[0], connection.socket.getpeername()[1]
-        self.wrong = self._twins(
-            f"{self.noun} 0: {first['host']} pid {first['pid']} and the one that listens at port "
-            f"{port} there"
-        )
+        with contextlib.suppress(OSError):
+            other, challenge = await greet(place, self.own.credentials)
+            with contextlib.closing(other):
+                if self.refusal:
+                    return
+                proof = self.own.credentials.proof("client", challenge, self.own.hello)
+                other.send(encode({"proof": proof, "hello": self.own.hello}))
+                first = self.entries[0]
+                self.wrong = self._twins(
+                    f"{self.noun} 0: {first['host']} pid {first['pid']} and the one that listens "
+                    f"at port {place[1]} there"
+                )
+                self.changed.set()
+                await other.read()
 
-    def _poll(self, seconds: float) -> None:
-        """Handle the connections that are ready, and dismiss peers that stay unknown."""
-        self.connections.poll(seconds)
-        limit = self.clock() - _UNKNOWN_SECONDS
-        while self.unknown:
-            oldest = next(iter(self.unknown))
-            if oldest.began > limit and len(self.unknown) <= _MORE_UNKNOWN + self.size:
-                break
-            self.connections.close(oldest)
-
-    def _wait(self) -> None:
+    async def _wait(self) -> None:
         """Wait until all ranks are connected.
 
         Raises:
             ContradictionError: two ranks contradict each other.
             RankMissingError: names the ranks that did not connect.
         """
-        started = self.clock()
-        next_status = started + STATUS_SECONDS
-        while self.wrong is None and len(self.entries) < self.size:
-            now = self.clock()
-            if now >= started + self.own.timeout:
+        started, left = self.clock(), self.own.timeout
+        while not await until(
+            self.changed,
+            lambda: self.wrong or len(self.entries) == self.size,
+            min(left, STATUS_SECONDS),
+        ):
+            waited = self.clock() - started
+            left = self.own.timeout - waited
+            if left <= 0:
                 raise self._missing()
-            if now >= next_status:
-                waiting = ranks_text(self._absent(), noun=self.noun)
-                self.own.announce(
-                    f"waiting for {waiting} of {self.size} since {now - started:.0f} s"
-                )
-                next_status = now + STATUS_SECONDS
-            self._poll(min(next_status, started + self.own.timeout) - now)
+            waiting = ranks_text(self._absent(), noun=self.noun)
+            self.own.announce(f"waiting for {waiting} of {self.size} since {waited:.0f} s")
         if self.wrong:
             raise self.wrong
 
-    def _send_roster(self, roster: Roster, answer: Answer) -> None:
-        """Send the roster to all ranks, and wait until all confirm it, so that no rank is lost.
-
-        Raises:
-            ContradictionError: another process with a rank has connected.
-            RankMissingError: names the ranks that did not confirm it.
-        """
-        patience = GRACE_SECONDS + self.size / 500
-        line = encode({"roster": pack(roster, answer.shared), "nonce": self.nonce})
-        self._deliver(line, lambda rank: json.dumps(answer.of(rank)))
-        self._settle(patience, lambda peer: peer.confirmed)
-        if self.wrong:
-            raise self.wrong
-        others = range(1, self.size)
-        unconfirmed = [r for r in others if r not in self.by_rank or not self.by_rank[r].confirmed]
-        if unconfirmed:
-            hosts = dict.fromkeys(roster.host(rank) for rank in unconfirmed)
-            raise RankMissingError(
-                "HT201",
-                f"{ranks_text(unconfirmed, noun=self.noun)} of {self.size} connected "
-                f"and {'was' if len(unconfirmed) == 1 else 'were'} lost: no confirmation of the "
-                f"roster from {listed(list(hosts))}",
-                f"all {self.noun}s until the start is complete",
-                "look for the first error in their logs, and whether the host can be reached",
-            )
-        self._deliver(encode({"begin": True}))
-        self._settle(patience)
-
-    def _deliver(self, line: bytes, own: Callable[[int], str] = lambda _: "") -> None:
-        """Send a line to all ranks, each with a text of its own."""
-        digest = hashlib.sha256(line).hexdigest()
-        for peer, rank in list(self.ranks.items()):
-            self._send(peer, line, digest, own(rank))
-
-    def _send(self, peer: Connection, line: bytes, digest: str, own: str = "") -> None:
-        proof = self.own.credentials.proof("message", peer.challenges, digest + own)
-        try:
-            self.connections.send(peer, encode({"proof": proof, "own": own}), line)
-        except OSError as error:
-            self.connections.close(peer, error)
-
-    def _settle(
-        self, patience: float, settled: Callable[[Connection], bool] = lambda _: True
+    async def _send_all(
+        self, line: bytes, patience: float, own: Callable[[int], str] = lambda _: ""
     ) -> None:
-        """Wait until all ranks have received the last message and are settled."""
-        limit = self.clock() + patience
-        pending = list(self.ranks)
-        while pending and self.clock() < limit:
-            peer = pending[-1]
-            if peer.open and (peer.unsent or not settled(peer)):
-                self._poll(min(limit - self.clock(), FULL_SECONDS))
-            else:
-                pending.pop()  # a finished peer stays finished: no second check
+        """Send a line to all ranks, each with a text of its own, and wait until it is sent."""
+        for peer, rank in self.ranks.items():
+            self._send(peer, line, own(rank))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await asyncio.gather(*(p.sent() for p in self.ranks), return_exceptions=True)
 
-    def _give_up(self, error: HpctrainError) -> None:
+    def _send(self, peer: Connection, line: bytes, own: str = "") -> None:
+        """Send a line, and a text for this rank alone."""
+        text = hashlib.sha256(line).hexdigest() + own
+        proof = self.own.credentials.proof("message", peer.challenges, text)
+        peer.send(encode({"proof": proof, "own": own}), line)
+
+    async def _give_up(self, error: HpctrainError) -> None:
         """Send the error to all ranks; after a contradiction also to those that connect late."""
         self.refusal = encode({"error": list(error.args), "exit_code": error.exit_code})
-        self._deliver(self.refusal)
-        self._settle(GRACE_SECONDS)
+        await self._send_all(self.refusal, GRACE_SECONDS)
         if isinstance(error, ContradictionError):
-            self._linger(lambda: bool(self._absent()))
-        self._settle(GRACE_SECONDS)
-
-    def _linger(self, condition: Callable[[], bool]) -> None:
-        limit = self.clock() + _LINGER_SECONDS
-        while (left := limit - self.clock()) > 0 and self.connections.busy and condition():
-            self._poll(left)
+            await until(self.changed, lambda: not self._absent(), _LINGER_SECONDS)
 
     def _refuse_ports(self) -> NoReturn:
         """Raise an error because no port is free; a second rank 0 of this start gets it too.
@@ -305,7 +257,6 @@ class RendezvousServer:
             ContradictionError: a second rank 0 of this start holds a port.
             StartError: other programs hold the ports.
         """
-        self._linger(lambda: self.wrong is None)
         if self.wrong:
             raise self.wrong
         only = len(self.ports) == 1
@@ -354,8 +305,8 @@ class RendezvousServer:
         missing_hosts = [host for host in self.own.world.hosts or () if host not in came]
         if missing_hosts:
             details += f"; no connection from {listed(missing_hosts)}"
-        if self.connections.accept_error:
-            details += f"; connections could not be accepted: {self.connections.accept_error}"
+        if self.accept_error:
+            details += f"; connections could not be accepted: {self.accept_error}"
         option = self.own.option
         return RankMissingError(
             "HT201",
@@ -410,10 +361,10 @@ class RendezvousServer:
         """Return the address of a rank's host."""
         given = roster.entries[rank]["address"]
         if given or rank:
-            return str(given or self.by_rank[rank].address)
+            return given or self.by_rank[rank].address
         home = roster.host_of_rank[0]
         elsewhere = (other for other, host in enumerate(roster.host_of_rank) if host != home)
         first = next(elsewhere, None)
         if first is None:
             return LOOPBACK
-        return str(self.by_rank[first].socket.getsockname()[0]).removeprefix("::ffff:")
+        return self.by_rank[first].own_address

@@ -35,6 +35,7 @@ __all__ = [
     "create",
     "default",
     "given",
+    "open_regular",
     "replace",
 ]
 
@@ -88,7 +89,7 @@ class RunDirectory:
             UsageError: the file cannot be read, or contains no JSON object.
         """
         try:
-            with open(path, opener=_open) as file:
+            with open(path, opener=open_regular) as file:
                 content = json.loads(file.read())
             if not isinstance(content, dict):
                 raise ValueError(f"a {type(content).__name__}")
@@ -128,7 +129,7 @@ class RunDirectory:
     def each(self, path: Path) -> Iterator[dict[str, Any]]:
         """Yield the lines of a .jsonl file one by one, because some files are long."""
         try:
-            with open(path, errors="replace", opener=_open) as file:
+            with open(path, errors="replace", opener=open_regular) as file:
                 for line in file:
                     try:
                         content = json.loads(line)
@@ -140,8 +141,12 @@ class RunDirectory:
             return
 
 
-def _open(name: str, flags: int) -> int:
-    """Open regular files only, because a read of a pipe or a device may never end."""
+def open_regular(name: str, flags: int) -> int:
+    """Open regular files only, because a read of a pipe or a device may never end.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular file.
+    """
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -77,10 +77,9 @@ class Snapshot:
             path: path of the file in the project.
             folder: folder of the snapshot, from `files`.
         """
-        absolute = os.path.abspath(path)
-        if absolute != self.root and not absolute.startswith(self.root + os.sep):
+        if not _is_below(self.root, path):
             return None
-        place = folder / os.path.relpath(absolute, self.root)
+        place = folder / os.path.relpath(path, self.root)
         return place if place.exists() else None
 
 
@@ -238,9 +237,8 @@ def _is_excluded(name: str) -> bool:
     return name.startswith(_LEFT_OUT) or name.endswith("/")
 
 
-def _is_below(root: Path, path: str) -> bool:
-    absolute = os.path.abspath(path)
-    return absolute == str(root) or absolute.startswith(f"{root}{os.sep}")
+def _is_below(root: str | Path, path: str | os.PathLike[str]) -> bool:
+    return Path(os.path.abspath(path)).is_relative_to(root)
 
 
 def _remove_old(store: Path) -> None:

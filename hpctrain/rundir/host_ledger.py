@@ -6,12 +6,13 @@ lines.
 
 import contextlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from hpctrain.rundir import RunDirectory, append
 
 __all__ = ["LEDGER", "LOST", "PREFLIGHT", "UNLIKE", "avoided", "clearing", "note"]
 
@@ -23,7 +24,6 @@ LEDGER = Path("runs/.hosts.jsonl")
 LOST, PREFLIGHT, UNLIKE = "lost", "preflight", "unlike-weights"
 
 _SECONDS = 24 * 3600.0
-_MOST_BYTES = 1 << 20  # that are read: a fault has some 80
 
 
 def note(top: Path, hosts: Sequence[str], kind: str, job: str) -> None:
@@ -36,13 +36,12 @@ def note(top: Path, hosts: Sequence[str], kind: str, job: str) -> None:
         job: label of the job.
     """
     lines = [
-        json.dumps({"time": round(time.time(), 3), "host": host, "kind": kind, "job": job}) + "\n"
+        json.dumps({"time": round(time.time(), 3), "host": host, "kind": kind, "job": job})
         for host in hosts
     ]
     with contextlib.suppress(OSError):
         (top / LEDGER).parent.mkdir(exist_ok=True)
-        with open(top / LEDGER, "ab", buffering=0) as file:
-            file.write("".join(lines).encode())
+        append(top / LEDGER, "\n".join(lines))
 
 
 def avoided(top: Path, job: str = "") -> list[str]:
@@ -68,18 +67,10 @@ def clearing(hosts: Sequence[str]) -> str:
 
 
 def _faults(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            fault = json.loads(line)
-            yield {
-                **{name: str(fault[name]) for name in ("host", "kind", "job")},
-                "time": float(fault["time"]),
-            }
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # half a line, or not one of these
+    with contextlib.suppress(OSError):
+        for fault in RunDirectory(path.parent).each(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # not one of these
+                yield {
+                    **{name: str(fault[name]) for name in ("host", "kind", "job")},
+                    "time": float(fault["time"]),
+                }

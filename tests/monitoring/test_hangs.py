@@ -91,11 +91,10 @@ def train(how, victim):
 def remains(mark):
     """Return the processes and shared folders of a start that still exist."""
     found = processes.having(mark, "environ")
-    for base in shared_memory._bases():
-        for path in base.glob("hpctrain-watch-*"):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                if os.fsencode(os.getcwd()) in file.read(1 << 20):
-                    found.append(path)
+    for path in shared_memory.FOLDER.glob("hpctrain-watch-*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if os.fsencode(os.getcwd()) in file.read(1 << 20):
+                found.append(path)
     return found
 
 

@@ -175,9 +175,8 @@ class Start:
 
     def shared(self):
         return [
-            base / shared_memory.name(self.key, node)
+            shared_memory.FOLDER / shared_memory.name(self.key, node)
             for node in range(len(self.layout))
-            for base in shared_memory._bases()
         ]
 
     def helpers(self):
@@ -604,7 +603,7 @@ def test_helper_of_ranks_that_have_left_ends_without_a_word(tmp_path):
 
 def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
     """Close the watchdog; the helper has ended and its shared memory is removed."""
-    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     monkeypatch.setattr(rank_module, "_SECONDS_TO_LEAVE", SECONDS)
     for _ in range(3):
         watchdog = single_watchdog(tmp_path)
@@ -617,12 +616,12 @@ def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
 
 def take(name, local_rank, settings=None):
     facts = shared_memory.Facts(local_rank, os.getpid(), 0)
-    return shared_memory.take(name, local_rank, facts, settings or {})
+    return shared_memory.Part(name, local_rank, facts, settings or {})
 
 
-def test_heartbeats_without_dev_shm_use_the_temporary_folder(tmp_path, monkeypatch):
-    """Start without /dev/shm; the heartbeats use the temporary folder."""
-    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
+def test_ranks_of_a_host_share_a_private_file(tmp_path, monkeypatch):
+    """Start two ranks; the first makes the file, and both write their facts into it."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     parts = [take("start", rank, {"a": 1}) for rank in (0, 1)]
     assert [part.new for part in parts] == [True, False]
     assert (tmp_path / "start").stat().st_mode & 0o777 == 0o600
@@ -638,7 +637,7 @@ def test_heartbeats_without_dev_shm_use_the_temporary_folder(tmp_path, monkeypat
 
 def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatch, caplog):
     """Start without any folder for shared memory; the run continues without a watchdog."""
-    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path / "nowhere"])
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "nowhere")
     monkeypatch.setattr(rank_module.logger, "propagate", True)
     watchdog = single_watchdog(tmp_path)
     assert "no watchdog on node1" in caplog.text
@@ -648,7 +647,7 @@ def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatc
 
 def test_shared_memory_of_another_user_is_refused(tmp_path, monkeypatch):
     """Make the file of the heartbeats, readable for other users, before the start."""
-    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     (tmp_path / "open").touch(mode=0o644)
     with pytest.raises(PermissionError):
         take("open", 0)
@@ -656,7 +655,7 @@ def test_shared_memory_of_another_user_is_refused(tmp_path, monkeypatch):
 
 def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
     """Leave shared memory of a dead and a live start; remove only that of the dead one."""
-    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     dead, live = (shared_memory.name(key, 0) for key in ("dead", "live"))
     take(dead, 0).close()
     part = take(live, 0)
@@ -667,7 +666,7 @@ def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
 
 def test_rank_that_begins_while_its_file_is_removed_makes_a_new_one(tmp_path, monkeypatch):
     """Open the file of a start while a helper removes it; the rank creates it again."""
-    monkeypatch.setattr(shared_memory, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     take("start", 0).close()
     with (tmp_path / "start").open("rb") as file:
         assert shared_memory.is_unused(file.fileno())

@@ -26,8 +26,7 @@ from hpctrain.backends.horovod.horovod_import import (
     refuse_own_name,
     refuse_start,
 )
-from hpctrain.backends.horovod.liveness import Liveness, Member, Wait
-from hpctrain.backends.horovod.liveness_hub import Hub
+from hpctrain.backends.horovod.liveness import Liveness, Wait
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World
@@ -115,13 +114,12 @@ class Horovod(Backend):
     def _assemble(self) -> int:
         """Connect the liveness of all ranks; return the port of Horovod's store on rank 0."""
         rendezvous = self._rendezvous
-        kind: type[Liveness] = Member
         if rendezvous.world.rank == 0:
             listener = socket.create_server((rendezvous.roster.addresses[0], 0), backlog=4096)
             listener.setblocking(False)
-            self._store, kind = HttpStore(listener), Hub
+            self._store = HttpStore(listener)
         cut = self._connections.cut
-        self._liveness = kind(rendezvous, self._settings, self._wait, cut, self._store)
+        self._liveness = Liveness(rendezvous, self._settings, self._wait, cut, self._store)
         return self._liveness.assemble()
 
     def _start(self, over: str) -> None:

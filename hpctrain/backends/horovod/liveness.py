@@ -1,12 +1,12 @@
 """The liveness of the ranks: which are gone, have failed, or keep the others waiting.
 
 Horovod reports to the ranks that something failed, to some of them late, and without the cause. Its
-stall inspector finds no missing rank over gloo. So each rank keeps a connection to rank 0, on the
-socket that the rendezvous bound, and one thread watches it. The connection of a killed rank ends. A
-rank that fails, or has waited too long for the others, reports that. Rank 0 then asks all ranks
-that wait, and finds the cause: ranks that are gone or have failed, else those that do not wait for
-the others. At its answer every rank cuts Horovod's connections, or it would wait for gloo's
-time-out. The thread of rank 0 serves Horovod's store as well.
+stall inspector finds no missing rank over gloo. So each rank keeps a connection to rank 0 (rank 0
+too), on the socket that the rendezvous bound, and one thread watches it. The connection of a killed
+rank ends. A rank that fails, or has waited too long for the others, reports that. Rank 0 then asks
+all ranks that wait, and finds the cause (`liveness_hub`): ranks that are gone or have failed, else
+those that do not wait for the others. At its answer every rank cuts Horovod's connections, or it
+would wait for gloo's time-out. The thread of rank 0 serves Horovod's store as well.
 
     rank → rank 0   ["rank", RANK]            the first message
     rank 0 → rank   ["port", PORT]            all ranks are there; port of Horovod's store
@@ -17,28 +17,24 @@ time-out. The thread of rank 0 serves Horovod's store as well.
     rank → rank 0   ["left"]                  the rank leaves normally
 """
 
-import contextlib
+import asyncio
 import json
-import selectors
-import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.backends.barrier import host_of, missing_error, named
+from hpctrain.backends.horovod.liveness_hub import SHOWN, Findings, Hub, message
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.rendezvous import Rendezvous
+from hpctrain.rendezvous.connections import Connection, run
 from hpctrain.rendezvous.http_store import HttpStore
 from hpctrain.rendezvous.messages import GRACE_SECONDS, keep_alive
 
-__all__ = ["SHOWN", "Findings", "Lines", "Liveness", "Member", "Wait", "end"]
+__all__ = ["Liveness", "Wait"]
 
-SHOWN = 8  # maximum number of failed or waiting ranks in a message
-_LONGEST_LINE = 1 << 20
 _TICK_SECONDS = 0.1
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find the cause
 _SHUTDOWN_SECONDS = 1.0  # for Horovod's ranks to end together, if all of them can
@@ -70,56 +66,7 @@ class Wait:
         return self._what if self.since is not None else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The cause of a failure, as rank 0 has found it.
-
-    Attributes:
-        lost: ranks whose process is gone.
-        unresponsive: ranks that keep the others waiting.
-        failed: pairs of a rank and what failed there.
-        waits: pairs of a rank and what it waits for, if nothing else is known.
-    """
-
-    lost: list[int] = field(default_factory=list)
-    unresponsive: list[int] = field(default_factory=list)
-    failed: list[tuple[int, str]] = field(default_factory=list)
-    waits: list[tuple[int, str]] = field(default_factory=list)
-
-
-class Lines:
-    """A connection that carries messages, each a line of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        keep_alive(connection)
-        self.connection = connection
-        self.rank = -1  # unknown so far
-        self._rest = b""
-
-    def send(self, *message: Any) -> None:
-        """Send a message; `read` notices the end of the connection."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> list[Any] | None:
-        """Return the messages that have arrived; None at the end of the connection."""
-        try:
-            data = self.connection.recv(1 << 16)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError, RecursionError):  # its host is lost, or an unknown peer
-            return None
-        return messages if data and len(self._rest) < _LONGEST_LINE else None
-
-
-def end(connection: socket.socket) -> None:
-    """End a connection, also where a forked process has inherited it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-class Liveness(ABC):
+class Liveness:
     """The part of this rank in the search for lost ranks.
 
     Args:
@@ -128,9 +75,6 @@ class Liveness(ABC):
         wait: wait of the main thread for the other ranks.
         cut: function that ends every such wait with an error.
         store: Horovod's store, on rank 0.
-
-    Raises:
-        RankMissingError: rank 0 is gone.
     """
 
     def __init__(
@@ -148,12 +92,14 @@ class Liveness(ABC):
         self._missing: list[int] = []
         self._found: Findings | None = None
         self._assembled, self._known = threading.Event(), threading.Event()
+        self._outbox: list[tuple[Any, ...]] = []  # messages that the thread has to send
+        self._connection: Connection | None = None
         self._told_at: float | None = None  # when this rank reported a failure or a long wait
         self._cut_at: float | None = None
         self._closing = False
-        self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._watch, name="horovod liveness", daemon=True)
-        self._open()
+        self._thread = threading.Thread(
+            target=lambda: run(self._watch(), time.monotonic), name="horovod liveness", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -181,7 +127,7 @@ class Liveness(ABC):
     def report(self, reason: str = "") -> None:
         """Report what failed on this rank; nothing if it only waits for others."""
         self._told_at = time.monotonic()
-        self._tell(reason[:1000], str(self._wait))
+        self._outbox.append(("end", reason[:1000], str(self._wait)))
 
     def find_error(self) -> HpctrainError | None:
         """Return an error about lost or failed ranks, or None if all of them are there."""
@@ -196,37 +142,71 @@ class Liveness(ABC):
         Args:
             normally: whether all ranks leave normally, without a failure.
         """
-        del normally
+        if normally:
+            self._outbox.append(("left",))
         self._closing = True
         self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                end(key.fileobj)
-        self._selector.close()
 
-    @abstractmethod
-    def _open(self) -> None:
-        """Begin to watch the sockets of this rank."""
-
-    @abstractmethod
-    def _tell(self, reason: str, wait: str) -> None:
-        """Give the report of this rank to rank 0."""
-
-    @abstractmethod
-    def _done(self) -> bool:
-        """Return whether the thread of this rank may end."""
-
-    def _watch(self) -> None:
+    async def _watch(self) -> None:
         """Handle messages and time limits, in the thread."""
-        while not self._done():
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                key.data()
+        hub, store, listener = None, self._store, self._rendezvous.listener
+        if store is not None and listener is not None:
+            hub = Hub(self._rendezvous.world.world_size, store.server_address[1])
+            hub.start(listener, self._settings.start_timeout)
+            # By its number, as the store stays open when this thread ends.
+            asyncio.get_running_loop().add_reader(store.fileno(), store.handle_request)
+        talking = asyncio.create_task(self._talk())
+        while not self._closing:
+            await asyncio.sleep(_TICK_SECONDS)
             self._tick(time.monotonic())
+        self._send()
+        talking.cancel()
+        if hub is not None and listener is not None:
+            await hub.leave(GRACE_SECONDS)
+            listener.close()
+
+    async def _talk(self) -> None:
+        """Receive the messages of rank 0, until it has found a cause or is gone."""
+        roster = self._rendezvous.roster
+        try:
+            streams = await asyncio.open_connection(roster.addresses[0], roster.port)
+            connection = self._connection = Connection(*streams)
+            keep_alive(connection.socket)
+            connection.send(message("rank", self._rank))
+            while not self.known:
+                self._handle(json.loads(await connection.read()))
+        except (OSError, ValueError):
+            self._end_waits(Findings(lost=[0]))
+        finally:
+            # This shows rank 0 that its answer has arrived.
+            if self._connection is not None:
+                self._connection.close()
+
+    def _handle(self, received: object) -> None:
+        match received:
+            case ["port", int(port)]:
+                self._port = port
+                self._assembled.set()
+            case ["missing", list(missing)]:
+                self._missing = missing
+                self._assembled.set()
+            case ["report"]:
+                self._report_wait()
+            case ["cause", dict(found)]:
+                self._end_waits(Findings(**found))
+
+    def _send(self) -> None:
+        """Send what the main thread has to say, once there is a connection."""
+        while self._connection is not None and self._outbox:
+            self._connection.send(message(*self._outbox.pop(0)))
 
     def _tick(self, now: float) -> None:
         since = self._wait.since
         if since is not None and now - since > self._settings.timeout:
             self._report_wait()
+        self._send()
+        if self._told_at is not None and now - self._told_at > _PATIENCE_SECONDS:
+            self._end_waits(Findings(unresponsive=[0]))
         if self._cut_at is not None and now >= self._cut_at:
             self._cut_at = None
             self._cut()
@@ -241,6 +221,8 @@ class Liveness(ABC):
         A rank that is cut off while Horovod shuts down waits until gloo's time-out. So after a
         failure that was reported, Horovod has time to shut down.
         """
+        if self.known:
+            return
         self._found = found
         self._cut_at = time.monotonic() + (_SHUTDOWN_SECONDS if found.failed else 0.0)
         self._known.set()
@@ -269,59 +251,3 @@ class Liveness(ABC):
             "all ranks until the end of the run",
             "look for the first error in the log of that rank, and whether its host is up",
         )
-
-
-class Member(Liveness):
-    """The part of a rank above 0, which has one connection to rank 0."""
-
-    def _open(self) -> None:
-        roster, limit = self._rendezvous.roster, self._settings.start_timeout
-        try:
-            connection = socket.create_connection((roster.addresses[0], roster.port), limit)
-        except OSError:  # rank 0 was lost after the rendezvous
-            raise missing_error(self._rendezvous, [0], limit) from None
-        connection.settimeout(None)
-        self._lines = Lines(connection)
-        self._lines.send("rank", self._rank)
-        self._selector.register(connection, selectors.EVENT_READ, self._read)
-
-    def leave(self, normally: bool) -> None:
-        """Notify rank 0, unless after a failure, and close the connection."""
-        if normally:
-            self._lines.send("left")
-        super().leave(normally)
-
-    def _tell(self, reason: str, wait: str) -> None:
-        self._lines.send("end", reason, wait)
-
-    def _done(self) -> bool:
-        return self._closing or (self.known and self._cut_at is None)
-
-    def _read(self) -> None:
-        messages = self._lines.read()
-        for message in messages or ():
-            match message:
-                case ["port", int(port)]:
-                    self._port = port
-                    self._assembled.set()
-                case ["missing", list(missing)]:
-                    self._missing = missing
-                    self._assembled.set()
-                case ["report"]:
-                    self._report_wait()
-                case ["cause", dict(found)]:
-                    self._end_waits(Findings(**found))
-        if messages is None:
-            self._end_waits(Findings(lost=[0]))
-
-    def _end_waits(self, found: Findings) -> None:
-        """Close the connection as well, which shows rank 0 that its answer has arrived."""
-        if not self.known:
-            self._selector.unregister(self._lines.connection)
-            end(self._lines.connection)
-            super()._end_waits(found)
-
-    def _tick(self, now: float) -> None:
-        if self._told_at is not None and now - self._told_at > _PATIENCE_SECONDS:
-            self._end_waits(Findings(unresponsive=[0]))
-        super()._tick(now)

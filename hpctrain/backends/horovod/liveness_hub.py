@@ -1,117 +1,133 @@
 """Rank 0's part in the liveness of the ranks: it has all connections, and finds the cause."""
 
-import contextlib
-import selectors
+import asyncio
+import json
+import math
 import socket
-import time
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpctrain.backends.horovod.liveness import SHOWN, Findings, Lines, Liveness, end
-from hpctrain.rendezvous.messages import GRACE_SECONDS
+from hpctrain.rendezvous.connections import Connection, serve, until
+from hpctrain.rendezvous.messages import keep_alive
 
-__all__ = ["Hub"]
+__all__ = ["SHOWN", "Findings", "Hub", "message"]
 
+_LONGEST_LINE = 1 << 20
+SHOWN = 8  # maximum number of failed or waiting ranks in a message
 _SETTLE_SECONDS = 0.5  # from the first known failure to the findings
 _REPORT_SECONDS = 3.0  # for ranks to report that they wait, if no failure is known
 
 
-class Hub(Liveness):
-    """The part of rank 0, which has the connections of all others, and serves Horovod's store."""
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The cause of a failure, as rank 0 has found it.
 
-    def _open(self) -> None:
-        listener, store = self._rendezvous.listener, self._store
-        assert listener is not None
-        assert store is not None
-        self._port = store.server_address[1]
-        self._everyone = set(range(self._rendezvous.world.world_size))
-        self._start_by = time.monotonic() + self._settings.start_timeout
-        self._present: dict[int, Lines] = {}
+    Attributes:
+        lost: ranks whose process is gone.
+        unresponsive: ranks that keep the others waiting.
+        failed: pairs of a rank and what failed there.
+        waits: pairs of a rank and what it waits for, if nothing else is known.
+    """
+
+    lost: list[int] = field(default_factory=list)
+    unresponsive: list[int] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    waits: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Hub:
+    """The server of all ranks.
+
+    Args:
+        size: number of ranks.
+        port: port of Horovod's store.
+    """
+
+    def __init__(self, size: int, port: int) -> None:
+        self._everyone, self._port = set(range(size)), port
+        self._present: dict[int, Connection] = {}
         self._reports: dict[int, tuple[str, str]] = {}
         self._gone: set[int] = set()
-        self._left: set[int] = set()
-        self._answer: tuple[Any, ...] = ("report",)  # for ranks that connect late
-        self._decide_by: float | None = None
-        self._leave_by = 0.0
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
-        # By its number, as the store stays open when this thread ends.
-        self._selector.register(store.fileno(), selectors.EVENT_READ, store.handle_request)
+        self._unresponsive: set[int] = set()
+        self._answer = b""  # for ranks that connect late
+        self._changed = asyncio.Event()
 
-    def leave(self, normally: bool) -> None:
-        """Wait until the other ranks have left or have the findings, for a limited time."""
-        self._leave_by = time.monotonic() + GRACE_SECONDS
-        super().leave(normally)
+    def start(self, listener: socket.socket, start_timeout: float) -> None:
+        """Serve the ranks until the event loop ends."""
+        serving, judging = serve(listener, self._serve, _LONGEST_LINE), self._judge(start_timeout)
+        self._tasks = [asyncio.create_task(serving), asyncio.create_task(judging)]
 
-    def _tell(self, reason: str, wait: str) -> None:
-        self._reports[0] = (reason, wait)
-
-    def _done(self) -> bool:
-        unresponsive = set(self._found.unresponsive) if self._found else set()
-        awaited = self._present.keys() - unresponsive
-        return self._closing and (not awaited or time.monotonic() > self._leave_by)
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it is gone already
-            lines = Lines(listener.accept()[0])
-            read = partial(self._read, lines)
-            self._selector.register(lines.connection, selectors.EVENT_READ, read)
-
-    def _read(self, lines: Lines) -> None:
-        messages = lines.read()
-        for message in messages or ():
-            match message:
-                case ["rank", int(rank)] if rank in self._everyone - self._present.keys():
-                    lines.rank = rank
-                    self._present[rank] = lines
-                    if self._assembled.is_set():
-                        lines.send(*self._answer)
-                case ["end", str(reason), str(wait)] if lines.rank > 0:
-                    self._reports[lines.rank] = (reason, wait)
-                case ["left"]:
-                    self._left.add(lines.rank)
-        if messages is None:
-            self._selector.unregister(lines.connection)
-            end(lines.connection)
-            if self._present.pop(lines.rank, None) and lines.rank not in self._left:
-                self._gone.add(lines.rank)
-
-    def _send(self, *message: Any) -> None:
-        self._answer = message
-        for lines in self._present.values():
-            lines.send(*message)
-
-    def _tick(self, now: float) -> None:
-        super()._tick(now)
-        missing = sorted(self._everyone - {0} - self._present.keys())
-        if not self._assembled.is_set() and (not missing or now > self._start_by):
-            self._missing = missing
-            if missing:
-                self._send("missing", missing)
-            else:
-                self._send("port", self._port)
-            self._assembled.set()
-        if self._found is None and (self._gone or self._reports):
-            self._find_cause(now)
-
-    def _find_cause(self, now: float) -> None:
-        """Find the cause of a failure, after some time in which ranks may report."""
-        if self._decide_by is None:
-            self._decide_by = now + _REPORT_SECONDS
-            self._send("report")
-            self._report_wait()
-        reports = dict(self._reports)  # the main thread may add one
-        failed = sorted((rank, reason) for rank, (reason, _) in reports.items() if reason)
-        if self._gone or failed:
-            self._decide_by = min(self._decide_by, now + _SETTLE_SECONDS)
-        known = reports.keys() | self._gone
-        if now < self._decide_by and not self._everyone <= known:
-            return
-        lost = sorted(self._gone - dict(failed).keys())
-        found = Findings(lost, failed=failed[:SHOWN])
-        if not lost and not failed:
-            waits = sorted((rank, what) for rank, (_, what) in reports.items() if what)
-            unresponsive = sorted(self._everyone - known)
-            found = Findings(unresponsive=unresponsive, waits=[] if unresponsive else waits)
+    async def _judge(self, start_timeout: float) -> None:
+        """Tell the ranks the port when all have connected, and the cause of a failure."""
+        await until(self._changed, lambda: self._trouble() or not self._absent(), start_timeout)
+        if not self._trouble():
+            missing = self._absent()
+            self._send("missing", missing) if missing else self._send("port", self._port)
+        await until(self._changed, self._trouble, math.inf)
+        self._send("report")
+        found = await self._find_cause()
+        self._unresponsive = set(found.unresponsive)
         self._send("cause", asdict(found))
-        self._end_waits(found)
+
+    async def leave(self, seconds: float) -> None:
+        """Wait until the other ranks have left or have the findings, for a limited time."""
+        await until(self._changed, lambda: self._present.keys() <= self._unresponsive, seconds)
+
+    async def _serve(self, peer: Connection) -> None:
+        """Receive the messages of a rank, and note when it is gone."""
+        rank, left = -1, False
+        keep_alive(peer.socket)
+        try:
+            while not left:
+                match json.loads(await peer.read()):
+                    case ["rank", int(number)] if rank < 0 and number in self._absent():
+                        rank = number
+                        self._present[rank] = peer
+                        peer.send(self._answer)
+                    case ["end", str(reason), str(wait)] if rank >= 0:
+                        self._reports[rank] = (reason, wait)
+                    case ["left"]:
+                        left = True
+                self._changed.set()
+        except (ValueError, RecursionError):
+            return  # an unknown peer
+        finally:
+            if self._present.pop(rank, None) and not left:
+                self._gone.add(rank)
+            self._changed.set()
+
+    def _send(self, *words: Any) -> None:
+        self._answer = message(*words)
+        for peer in self._present.values():
+            peer.send(self._answer)
+
+    def _absent(self) -> list[int]:
+        return sorted(self._everyone - self._present.keys())
+
+    def _trouble(self) -> bool:
+        return bool(self._gone or self._reports)
+
+    async def _find_cause(self) -> Findings:
+        """Find the cause of a failure, after some time in which ranks may report."""
+
+        def known() -> bool:
+            return self._everyone <= self._reports.keys() | self._gone
+
+        def failed() -> list[tuple[int, str]]:
+            return sorted((rank, reason) for rank, (reason, _) in self._reports.items() if reason)
+
+        await until(self._changed, lambda: known() or self._gone or failed(), _REPORT_SECONDS)
+        if self._gone or failed():
+            await until(self._changed, known, _SETTLE_SECONDS)
+        lost = sorted(self._gone - dict(failed()).keys())
+        if lost or failed():
+            return Findings(lost, failed=failed()[:SHOWN])
+        if unresponsive := sorted(self._everyone - self._reports.keys()):
+            return Findings(unresponsive=unresponsive)
+        waits = ((rank, wait) for rank, (_, wait) in self._reports.items() if wait)
+        return Findings(waits=sorted(waits))
+
+
+def message(*words: Any) -> bytes:
+    """Return a message: a line of JSON."""
+    return json.dumps(words).encode() + b"\n"

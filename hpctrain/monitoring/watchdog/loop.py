@@ -136,8 +136,8 @@ class Watch:
         if not self._alone():
             now = self._clock()
             # A short silence is normal, so the helpers of many hosts post less often.
-            pause = limit / _LOOKS if silence >= limit / 2 else len(self._hosts) / 16
-            if self._posted is None or now - self._posted > min(limit / _LOOKS, max(1.0, pause)):
+            pause = min(limit / _LOOKS, max(1.0, len(self._hosts) / 16))
+            if self._posted is None or now - self._posted > pause:
                 self._posted = now
                 self._post()
             judged = bool(self._files(self._exchange.judged))

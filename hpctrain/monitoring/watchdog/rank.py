@@ -97,7 +97,7 @@ class Watchdog:
                 world.rank, pid, proc.stat(pid).started, status_file, *(dump or ())
             )
             name = shared_memory.name(key, node_rank)
-            self._part = shared_memory.take(name, world.local_rank, facts, settings)
+            self._part = shared_memory.Part(name, world.local_rank, facts, settings)
             self._memory = self._part.memory
             faulthandler.register(SIGNAL, self._part.stack, all_threads=True, chain=False)
             if self._part.new:

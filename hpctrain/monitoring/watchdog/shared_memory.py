@@ -19,7 +19,6 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from hpctrain.cluster import proc
 from hpctrain.process.phases import CLOSED, IDLE
 
 __all__ = [
+    "FOLDER",
     "PLACE",
     "Facts",
     "Part",
@@ -37,7 +37,6 @@ __all__ = [
     "read_facts",
     "read_settings",
     "remove_stale",
-    "take",
     "text_at",
 ]
 
@@ -45,6 +44,7 @@ __all__ = [
 PLACE = struct.Struct("@qqqq")
 PART = 1 << 24  # bytes from one part to the next; more than the longest stacks
 FACTS, STACK = 64, 1 << 16  # offsets in a part
+FOLDER = Path("/dev/shm")  # noqa: S108, as `_open_locked` checks the file
 _PREFIX = "hpctrain-watch"
 _MOST_BYTES = 1 << 20
 
@@ -81,30 +81,11 @@ def name(key: str, node_rank: int) -> str:
     return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{proc.namespace()}"
 
 
-def _bases() -> list[Path]:
-    return [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108
-
-
-def take(file_name: str, local_rank: int, facts: Facts, settings: dict[str, Any]) -> "Part":
-    """Create the part of this rank, in a file with the settings of the helper.
-
-    Raises:
-        OSError: no folder for shared memory can be used.
-    """
-    problem = OSError("no place for shared memory")
-    for base in _bases():
-        try:
-            return Part(base / file_name, local_rank, facts, settings)
-        except OSError as error:
-            problem = error
-    raise problem
-
-
 class Part:
     """Part of one rank, in which it writes its heartbeats and stacks.
 
     Args:
-        path: file of the host.
+        file_name: name of the file of the host, from `name`.
         local_rank: number of the rank on its host.
         facts: identity of the rank.
         settings: settings of the helper, for a new file.
@@ -119,14 +100,16 @@ class Part:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, local_rank: int, facts: Facts, settings: dict[str, Any]) -> None:
-        self.path, start = path, (local_rank + 1) * PART
-        self._file, self.new = _open_locked(path)
+    def __init__(
+        self, file_name: str, local_rank: int, facts: Facts, settings: dict[str, Any]
+    ) -> None:
+        self.path, start = FOLDER / file_name, (local_rank + 1) * PART
+        self._file, self.new = _open_locked(self.path)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._file)
             if self.new:
                 os.pwrite(self._file, json.dumps(settings).encode(), 0)
-            self.stack = os.open(path, os.O_WRONLY)
+            self.stack = os.open(self.path, os.O_WRONLY)
             undo.callback(os.close, self.stack)
             os.lseek(self.stack, start + STACK, os.SEEK_SET)
             place = PLACE.pack(0, IDLE, time.monotonic_ns(), 0).ljust(FACTS, b"\0")
@@ -201,9 +184,8 @@ def is_unused(file: int) -> bool:
 
 def remove_stale() -> None:
     """Remove this user's files of ranks that were killed together with their helper."""
-    for base in _bases():
-        for path in base.glob(f"{_PREFIX}-{os.getuid()}-*"):
-            # Another helper may do the same.
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                if is_unused(file.fileno()):
-                    path.unlink()
+    for path in FOLDER.glob(f"{_PREFIX}-{os.getuid()}-*"):
+        # Another helper may do the same.
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if is_unused(file.fileno()):
+                path.unlink()
