@@ -6,6 +6,7 @@ but not the id of a step that srun started.
 Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -168,14 +169,8 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _compress_counts(counts: Sequence[int]) -> str:
-    pieces: list[str] = []
-    start = 0
-    for end in range(1, len(counts) + 1):
-        if end == len(counts) or counts[end] != counts[start]:
-            times = end - start
-            pieces.append(f"{counts[start]}(x{times})" if times > 1 else str(counts[start]))
-            start = end
-    return ",".join(pieces)
+    runs = ((count, len(list(run))) for count, run in itertools.groupby(counts))
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
 
 
 def _tasks_here(text: str, claims: Claims) -> int:

@@ -135,26 +135,24 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
         label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
         env: environment of the command.
     """
-    if not is_label(label):
-        return None
-    try:
-        # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
-        output = ask(
-            ["scontrol", "show", "job", "--oneliner", label], {**env, "SLURM_TIME_FORMAT": "%s"}
-        )
-    except NoAnswerError:
-        return None
-    match = _END.search(output)
-    return int(match[1]) if match else None
+    # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
+    end = _in_job(label, _END, {**env, "SLURM_TIME_FORMAT": "%s"})
+    return int(end) if end else None
 
 
 def script_path(job_id: str, env: Mapping[str, str]) -> str | None:
     """Return the path of the batch script that was submitted; None if Slurm does not know it."""
+    return _in_job(job_id, _COMMAND, env)
+
+
+def _in_job(label: str, pattern: re.Pattern[str], env: Mapping[str, str]) -> str | None:
+    """Return the first group of a pattern in what scontrol shows of a job, or None."""
+    if not is_label(label):
+        return None
     try:
-        output = ask(["scontrol", "show", "job", "--oneliner", job_id], env)
+        match = pattern.search(ask(["scontrol", "show", "job", "--oneliner", label], env))
     except NoAnswerError:
         return None
-    match = _COMMAND.search(output)
     return match[1] if match else None
 
 
