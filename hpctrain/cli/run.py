@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.cli.argument_types import count, port
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument(
         "--max-attempts",
-        type=int,
+        type=count,
         metavar="N",
         help="attempts in a row without a new checkpoint after which the run is given up "
         "(default: 3)",
@@ -145,7 +146,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument(
         "--min-nproc",
-        type=int,
+        type=count,
         metavar="N",
         help="with --elastic: smallest number of ranks to go on (default: 1)",
     )
@@ -155,10 +156,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     real.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
     real.add_argument("--main-address", metavar="HOST", help="name or address of host 0")
     real.add_argument(
-        "--main-port", type=int, metavar="PORT", help="free port on host 0, from 1 to 65535"
+        "--main-port", type=port, metavar="PORT", help="free port on host 0, from 1 to 65535"
     )
     simulated = parser.add_argument_group("simulated on this machine")
-    simulated.add_argument("--nodes", type=int, metavar="N", help="number of hosts")
+    simulated.add_argument("--nodes", type=count, metavar="N", help="number of hosts")
     simulated.add_argument(
         "--as",
         dest="style",
@@ -376,16 +377,14 @@ def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
 def _policy(arguments: argparse.Namespace) -> "Policy":
     from hpctrain.launch.attempts import Policy
 
-    most = 3 if arguments.max_attempts is None else arguments.max_attempts
-    least = 1 if arguments.min_nproc is None else arguments.min_nproc
-    if least < 1:
-        raise UsageError("HT804", f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
-    if most < 1:
-        raise UsageError(
-            "HT804", f"--max-attempts {most}", "a number from 1 on", "--max-attempts 1"
-        )
-    plain = arguments.requeue_plain
-    return Policy(most, arguments.retry, arguments.elastic, least, plain, arguments.spares or 0)
+    return Policy(
+        arguments.max_attempts or 3,
+        arguments.retry,
+        arguments.elastic,
+        arguments.min_nproc or 1,
+        arguments.requeue_plain,
+        arguments.spares or 0,
+    )
 
 
 def _simulated(
@@ -393,9 +392,7 @@ def _simulated(
 ) -> int:
     from hpctrain.launch import rank_environment, starts
 
-    nodes = 1 if arguments.nodes is None else arguments.nodes
-    if nodes < 1:
-        raise UsageError("HT804", f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
+    nodes = arguments.nodes or 1
     gpus = rank_environment.gpus_of(env)
     counts = rank_environment.layout(
         arguments.nproc_per_node or "auto", [len(gpus) // nodes] * nodes
@@ -416,20 +413,8 @@ def _check_script(script: str) -> None:
     form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
     fix = f"hpctrain run [options] {form} [its arguments]"
     if os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
-        fix = _submission_folder(script) or fix
-        found += f" in {os.getcwd()}"
+        found += f" in {os.getcwd()}, the folder of the submission"
     raise UsageError("HT805", found, "a Python script", fix)
-
-
-def _submission_folder(script: str) -> str | None:
-    """Return what to type if the batch script was submitted from the wrong folder."""
-    from hpctrain.cluster import slurm
-
-    batch = slurm.script_path(os.environ["SLURM_JOB_ID"], os.environ)
-    for folder in Path(batch).parents if batch else ():
-        if (folder / script).is_file():
-            return f"cd {shlex.quote(str(folder))}; sbatch {os.path.relpath(str(batch), folder)}"
-    return None
 
 
 def _check_outside_of_a_job(
@@ -440,15 +425,19 @@ def _check_outside_of_a_job(
     Raises:
         UsageError: an option would have no effect.
     """
+    where = "outside of a batch script of Slurm and of the shell of salloc"
+    _refuse(arguments, names, where, "ranks on all hosts of a job")
+
+
+def _refuse(
+    arguments: argparse.Namespace, names: Sequence[str], where: str, expected: str, *fixes: str
+) -> None:
+    """Raise UsageError if one of these options was given where it would have no effect."""
     for name in names:
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                "HT804",
-                f"{flag} outside of a batch script of Slurm and of the shell of salloc",
-                "ranks on all hosts of a job",
-                f"hpctrain run without {flag}",
-            )
+            fix = f"hpctrain run without {flag}"
+            raise UsageError("HT804", f"{flag} {where}", expected, fix, *fixes)
 
 
 def _check_spares(spares: int | None, hosts: Sequence[str]) -> None:
@@ -473,16 +462,10 @@ def _check_way(arguments: argparse.Namespace) -> None:
         UsageError: an option would have no effect.
     """
     way = "--direct" if arguments.direct else "--once" if arguments.once else None
-    for name in (*_OF_AGENTS, *(("container",) if arguments.once else ())) if way else ():
-        if getattr(arguments, name):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                "HT804",
-                f"{flag} with {way}",
-                "ranks that the agents of hpctrain run start",
-                f"hpctrain run without {way}",
-                f"hpctrain run without {flag}",
-            )
+    if way is not None:
+        names = (*_OF_AGENTS, "container") if arguments.once else _OF_AGENTS
+        expected = "ranks that the agents of hpctrain run start"
+        _refuse(arguments, names, f"with {way}", expected, f"hpctrain run without {way}")
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
@@ -498,36 +481,24 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         "--main-address": arguments.main_address,
         "--main-port": arguments.main_port,
     }
-    if all(value is None for value in options.values()):
+    given = [name for name, value in options.items() if value is not None]
+    needed = {"--nodes": arguments.nodes, **options}
+    missing = [name for name, value in needed.items() if value is None]
+    if not given:
         return
-    missing = [
-        name for name, value in {"--nodes": arguments.nodes, **options}.items() if value is None
-    ]
     if missing:
-        set_options = " and ".join(name for name, value in options.items() if value is not None)
-        raise UsageError(
-            "HT804",
-            f"{set_options} without {' and '.join(missing)}",
-            "all of them for one of several real hosts, or --nodes alone to simulate hosts here",
-            _MANUAL,
+        found = f"{' and '.join(given)} without {' and '.join(missing)}"
+        expected = (
+            "all of them for one of several real hosts, or --nodes alone to simulate hosts here"
         )
-    if arguments.style is not None:
-        raise UsageError(
-            "HT804",
-            f"--as {arguments.style} together with --node-rank",
-            "one of them: --as simulates all hosts on this machine",
-            _MANUAL,
-        )
-    if not 0 <= arguments.node_rank < arguments.nodes:
-        raise UsageError(
-            "HT804",
-            f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}",
-            f"a node rank from 0 to {arguments.nodes - 1}, another one on each host",
-            _MANUAL,
-        )
-    if not arguments.main_address.strip():
-        raise UsageError("HT804", "an empty --main-address", "name or address of host 0", _MANUAL)
-    if not 1 <= arguments.main_port < 1 << 16:
-        raise UsageError(
-            "HT804", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _MANUAL
-        )
+    elif arguments.style is not None:
+        found = f"--as {arguments.style} together with --node-rank"
+        expected = "one of them: --as simulates all hosts on this machine"
+    elif not 0 <= arguments.node_rank < arguments.nodes:
+        found = f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}"
+        expected = f"a node rank from 0 to {arguments.nodes - 1}, another one on each host"
+    elif not arguments.main_address.strip():
+        found, expected = "an empty --main-address", "name or address of host 0"
+    else:
+        return
+    raise UsageError("HT804", found, expected, _MANUAL)

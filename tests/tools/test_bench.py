@@ -85,7 +85,7 @@ def test_bench_refuses_invalid_size(text, capsys):
     with pytest.raises(ValueError, match="such as 4B"):
         measure.size(text)
     assert bench("checkpoint", f"--size={text}") == 2
-    assert "invalid size such as 64kB" in capsys.readouterr().err
+    assert "is no size such as 64kB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

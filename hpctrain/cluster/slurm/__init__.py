@@ -32,7 +32,6 @@ from hpctrain.cluster.slurm.states import (
     hosts_left,
     is_label,
     job_state,
-    script_path,
     step_is_active,
 )
 
@@ -62,7 +61,6 @@ __all__ = [
     "requeue",
     "requeue_unended",
     "sbatch",
-    "script_path",
     "signal_batch",
     "slurmd_address",
     "step_is_active",

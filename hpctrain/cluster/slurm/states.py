@@ -14,7 +14,6 @@ __all__ = [
     "hosts_left",
     "is_label",
     "job_state",
-    "script_path",
     "step_is_active",
 ]
 
@@ -36,7 +35,6 @@ _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The patterns include Slurm's adjacent keys, so that a job's name is not read as its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
-_COMMAND = re.compile(r" Command=(/.*) WorkDir=")
 _STATE_AND_RESTARTS = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
@@ -135,25 +133,15 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
         label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
         env: environment of the command.
     """
-    # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
-    end = _in_job(label, _END, {**env, "SLURM_TIME_FORMAT": "%s"})
-    return int(end) if end else None
-
-
-def script_path(job_id: str, env: Mapping[str, str]) -> str | None:
-    """Return the path of the batch script that was submitted; None if Slurm does not know it."""
-    return _in_job(job_id, _COMMAND, env)
-
-
-def _in_job(label: str, pattern: re.Pattern[str], env: Mapping[str, str]) -> str | None:
-    """Return the first group of a pattern in what scontrol shows of a job, or None."""
     if not is_label(label):
         return None
+    argv = ["scontrol", "show", "job", "--oneliner", label]
     try:
-        match = pattern.search(ask(["scontrol", "show", "job", "--oneliner", label], env))
+        # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
+        end = _END.search(ask(argv, {**env, "SLURM_TIME_FORMAT": "%s"}))
     except NoAnswerError:
         return None
-    return match[1] if match else None
+    return int(end[1]) if end else None
 
 
 def hosts_left(job_id: str, env: Mapping[str, str]) -> str:
