@@ -83,7 +83,11 @@ def _text(name: str) -> str:
         (not read.strip(), "is empty"),
         (b"\0" in read, "is no text: it has a NUL byte"),
         (name.endswith(".toml"), "is no batch script", render, f"hpctrain submit {quoted}"),
-        (in_python, "is Python without #SBATCH lines", f"hpctrain submit -- python {quoted}"),
+        (
+            in_python,
+            "is a Python script, no batch script",
+            f"hpctrain submit -- python {quoted}",
+        ),
         (no_script, "has neither #! nor #SBATCH", "put #!/bin/bash on top of it"),
     ):
         if wrong:
