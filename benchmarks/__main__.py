@@ -23,8 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import place, table
+from measure import place
 from outcomes import outcomes
+
+from hpctrain.tools.bench.measure import table
 
 HERE = Path(__file__).resolve().parent
 

@@ -25,7 +25,6 @@ from typing import Any
 import crowd
 import torch
 from harness import Results, compare, run
-from measure import take_turns
 from torch.distributed import TCPStore
 
 from hpctrain.arguments import Options
@@ -38,6 +37,7 @@ from hpctrain.rendezvous import meet as hpctrain_meet
 from hpctrain.rendezvous.addresses import LOOPBACK, ports
 from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
 from hpctrain.rendezvous.roster import unpack
+from hpctrain.tools.bench.measure import take_turns
 
 MEET, STORE = "meet", "TCPStore and a barrier"
 AT_ONCE, BARE = "meet, all call at once", "a line each way"

@@ -158,15 +158,6 @@ def test_bench_json_refused_before_measuring(path, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", ["link", "pipe", "/dev/stdout"])
-def test_bench_json_never_replaces_a_device_or_pipe(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(os.devnull)
-    assert bench("step", "--json", path) == 2
-    assert f"--json {path} cannot be written" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_bench_json_follows_a_link_to_a_file(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()

@@ -34,6 +34,7 @@ class SlurmStep(Launcher):
 
     name = "slurm"
     marks = ("SLURM_STEP_ID",)
+    recognised_by = "SLURM_STEP_ID of a step that srun started"
     reason = "before env://: batch scripts export RANK and MASTER_ADDR on top of srun"
     variables = {
         "rank": ("SLURM_PROCID",),
@@ -61,11 +62,6 @@ class SlurmStep(Launcher):
         job, _, title = env.get(SLURM_STEP, "").partition(".")
         # The slurmstepd of another job is ignored, as under `hpctrain run --as slurm`.
         return not title or job != env.get("SLURM_JOB_ID") or bool(_STEP.match(title))
-
-    @property
-    def recognised_by(self) -> str:
-        """The text for messages: a numeric step id."""
-        return "SLURM_STEP_ID of a step that srun started"
 
     def claims(self, env: Environ) -> Claims:
         """Return the values of the variables, the hosts, and the number of tasks on this host."""
