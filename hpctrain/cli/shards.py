@@ -8,7 +8,7 @@ from pathlib import Path
 from hpctrain.cli.argument_types import typed
 from hpctrain.data.shards import build_index, make
 from hpctrain.data.shards.index import path_of, shard_paths
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.tools.bench.measure import size
 
 __all__ = ["add"]
@@ -61,15 +61,19 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    folder = arguments.path
     try:
-        names = sorted(folder.glob("*-*.tar")) if folder.is_dir() else []
-        splits = sorted({path.name.rpartition("-")[0] for path in names})
-        splits = [split for split in splits if shard_paths(folder, split)]
+        return _write_indices(arguments.path)
     except OSError as error:
         raise UsageError(
-            "HT825", f"{error.filename}: {error.strerror}", "a folder that can be read"
+            "HT825",
+            f"{error.filename or arguments.path}: {error.strerror}",
+            "tar files that can be read, in a folder that can be written",
         ) from None
+
+
+def _write_indices(folder: Path) -> int:
+    names = {path.name.rpartition("-")[0] for path in folder.glob("*-*.tar")}
+    splits = [split for split in sorted(names) if shard_paths(folder, split)]
     if not splits:
         raise UsageError(
             "HT825", f"{folder} has no tar files", f"{folder}/SPLIT-000000.tar, …", "another PATH"
@@ -83,11 +87,8 @@ def _index(arguments: argparse.Namespace) -> int:
             index = build_index(folder, split)
             index.write(path)
         except OSError as error:
-            raise HpctrainError(
-                "HT825",
-                f"{error.filename or path}: {error.strerror}",
-                "tar files that can be read, and a folder that can be written",
-            ) from None
+            error.filename = error.filename or path
+            raise
         sys.stdout.write(
             f"{path}: {len(index.offsets):,} images of {len(index.classes):,} classes in "
             f"{len(index.shards):,} tar files\n"
