@@ -404,10 +404,11 @@ def _check_script(script: str) -> None:
     else:
         return
     form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
-    fix = f"hpctrain run [options] {form} [its arguments]"
+    fixes = [f"hpctrain run [options] {form} [its arguments]"]
     if os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
-        found += f" in {os.getcwd()}, the folder of the submission"
-    raise UsageError("HT805", found, "a Python script", fix)
+        found += f" in {os.getcwd()}"
+        fixes.append("sbatch from the folder to which the script's path belongs")
+    raise UsageError("HT805", found, "a Python script", *fixes)
 
 
 def _check_outside_of_a_job(
