@@ -23,8 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import place, table
+from measure import place
 from outcomes import outcomes
+
+from hpctrain.tools.bench.measure import table
 
 HERE = Path(__file__).resolve().parent
 
@@ -67,7 +69,6 @@ class Benchmark:
 # To add a benchmark, write a file that calls `harness.run`, and add a line here.
 BENCHMARKS = {
     "startup": Benchmark("--rounds 2"),
-    "hostlist": Benchmark("--rounds 6"),
     "first_allreduce": Benchmark("--rounds 2"),
     "rendezvous": Benchmark("--rounds 2"),
     "submit": Benchmark("--rounds 2", no_slurm),

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from harness import Results, compare, judge, run, start
-from measure import take_turns
 from torch import Tensor, nn
 
 import hpctrain
 from hpctrain.tools.bench.baseline import share
+from hpctrain.tools.bench.measure import take_turns
 from hpctrain.tools.bench.turns import in_turns, timed
 
 BACKENDS = {"ddp": "torch", "horovod": "horovod"}  # with the package of each

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from harness import Results, compare, run, start
-from measure import summary, take_turns
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hpctrain.tools.bench.checkpoint import BASE, OURS, Save, Saves, timed
+from hpctrain.tools.bench.measure import summary, take_turns
 
 TARGETS = {OURS: {"ratio": "≤ 0.1"}}
 DCP, ASYNC = "distributed checkpoint", "the same, async_save"

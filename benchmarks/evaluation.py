@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from harness import Results, compare, run, start
 from loops import launched
-from measure import take_turns
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpctrain
+from hpctrain.tools.bench.measure import take_turns
 
 SAMPLES, BATCH = 1_999, 64
 SIZE, CLASSES = 32, 100

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from harness import ENVIRONMENT, Results, compare, run
-from measure import take_turns
+
+from hpctrain.tools.bench.measure import take_turns
 
 RANKS = 2
 TIMEOUT = 120.0

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import add_save, facts, outcome, save, table
+from measure import add_save, facts, outcome, save
 from outcomes import named, outcomes
 
 from hpctrain.tools.bench import figures
 from hpctrain.tools.bench.figures import Results, Series, rows
+from hpctrain.tools.bench.measure import table
 
 __all__ = ["ENVIRONMENT", "Results", "compare", "judge", "run", "start"]
 

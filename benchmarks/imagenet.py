@@ -30,13 +30,13 @@ from typing import Any
 import torch
 import torchvision
 from harness import Results, compare, run
-from measure import take_turns
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchvision.transforms import v2
 
 import hpctrain
 from hpctrain import data
+from hpctrain.tools.bench.measure import take_turns
 from hpctrain.tools.bench.step import Batches, Step, by_hand, with_session
 from hpctrain.tools.bench.turns import timed
 

@@ -26,7 +26,6 @@ import simplejpeg
 import torch
 import torchvision
 from harness import Results, compare, run
-from measure import take_turns
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -34,6 +33,7 @@ from torchvision.transforms import v2
 from hpctrain import data
 from hpctrain.data import shards
 from hpctrain.data.images import decoding
+from hpctrain.tools.bench.measure import take_turns
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import photographs

@@ -1,7 +1,4 @@
-"""Functions shared by the benchmarks: statistics, outcomes, machine, result files; no torch.
-
-All except outcomes, commit and result files are functions of `hpctrain bench`.
-"""
+"""Functions shared by the benchmarks: outcomes, machine, commit, result files; no torch."""
 
 import argparse
 import json
@@ -11,21 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.tools.bench import measure
-from hpctrain.tools.bench.measure import describe, order, summary, table, take_turns
 
-__all__ = [
-    "add_save",
-    "commit",
-    "describe",
-    "facts",
-    "order",
-    "outcome",
-    "place",
-    "save",
-    "summary",
-    "table",
-    "take_turns",
-]
+__all__ = ["add_save", "commit", "facts", "outcome", "place", "save"]
 
 _TOP = Path(__file__).resolve().parent.parent
 # Folders of the results from which the pages are made.

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from harness import Results, compare, run, start
-from measure import take_turns
 from torch import nn
 
 import hpctrain
 from hpctrain.cluster import env_vars
 from hpctrain.process import shared_memory
+from hpctrain.tools.bench.measure import take_turns
 from hpctrain.training.training_run import Run
 
 BASE, OURS = "no copies", "copies in memory"

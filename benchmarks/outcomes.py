@@ -26,17 +26,9 @@ def named(record: Record) -> dict[str, Any]:
 def outcomes(record: Record) -> Iterator[tuple[str, str, str, str]]:
     """Yield each outcome of a record: its subject, the figure with interval, target, outcome."""
     for name, arm in arms(named(record)):
-        targets = _targets(arm)
+        targets = arm.get("targets", {})
         for key, target in targets.items():
             form = ".3f" if abs(arm[key]["median"]) < 10 else ".1f"
             subject = f"{name}, {key}" if len(targets) > 1 else name
             limit = target["limit"] + _UNITS.get(key.rpartition("_")[2], "")
             yield subject, describe(arm[key], form), limit, target["outcome"]
-
-
-def _targets(arm: Record) -> Record:
-    """Return the targets of an arm; an arm of `hostlist` has one, whose unit tells the figure."""
-    if "target" not in arm:
-        return arm.get("targets", {})
-    key = "us" if arm["target"].endswith(" µs") else "times_base"
-    return {key: {"limit": arm["target"].removesuffix(" µs"), "outcome": arm["outcome"]}}

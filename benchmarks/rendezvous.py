@@ -24,7 +24,7 @@ from typing import Any
 
 import crowd
 import torch
-from measure import add_save, describe, facts, order, save, summary, table
+from harness import Results, compare, run
 from torch.distributed import TCPStore
 
 from hpctrain.arguments import Options
@@ -37,11 +37,12 @@ from hpctrain.rendezvous import meet as hpctrain_meet
 from hpctrain.rendezvous.addresses import LOOPBACK, ports
 from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
 from hpctrain.rendezvous.roster import unpack
+from hpctrain.tools.bench.measure import take_turns
 
 MEET, STORE = "meet", "TCPStore and a barrier"
 AT_ONCE, BARE = "meet, all call at once", "a line each way"
 CROWDS = (512, 4096, 16384)
-CROWD_ROUNDS = 5  # each takes seconds, so only in the first rounds
+CROWD_ROUNDS = 5  # at most, as each takes seconds
 TIMEOUT = 120.0
 # Most clients that wait for their first answer at the same time. Real ranks run in parallel; one
 # process that first connects all clients would answer more slowly than any real rank.
@@ -117,10 +118,10 @@ def pair(arm: str) -> Figures:
     results, _ = started(real_rank, [(gate, arm, rank, where) for rank in range(2)])
     wall = max(own["end"] for own in results) - min(own["start"] for own in results)
     if arm == STORE:
-        return {"wall_s": wall}
+        return {"s": wall}
     return {
-        "wall_s": wall,
-        "proof_s": max(own["entry_s"] for own in results) + results[0]["check_s"],
+        "s": wall,
+        "check_s": max(own["entry_s"] for own in results) + results[0]["check_s"],
     }
 
 
@@ -182,7 +183,7 @@ def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry
     await_listener(port)
     start = time.monotonic()
     callers.call(TIMEOUT)
-    figures = {"wall_s": time.monotonic() - start}
+    figures = {"s": time.monotonic() - start}
     if rosters:
         start = time.perf_counter()
         roster = decode(rosters[0]) or {}
@@ -241,93 +242,25 @@ def gathered(arm: str, size: int) -> Figures:
 # All measurements.
 
 
-def measure(rounds: int) -> dict[str, dict[str, list[Figures]]]:
-    """Return the figures by number of ranks and arm, one for each round of the arm."""
-    arms: dict[tuple[int, str], Callable[[], Figures]] = {
-        (2, arm): functools.partial(pair, arm) for arm in (STORE, MEET)
-    }
-    crowds: dict[tuple[int, str], Callable[[], Figures]] = {
-        (size, arm): functools.partial(gathered, arm, size)
-        for size in CROWDS
-        for arm in (BARE, MEET, AT_ONCE)
-    }
-    figures: dict[str, dict[str, list[Figures]]] = {str(size): {} for size in (2, *CROWDS)}
-    for arm in arms.values():
-        arm()  # the first start of the fork server imports torch
-    for number in range(rounds):
-        taking_part = arms | crowds if number < CROWD_ROUNDS else arms
-        names = list(taking_part)
-        for place in order([str(n) for n in range(len(names))], number):
-            size, name = names[int(place)]
-            figures[str(size)].setdefault(name, []).append(taking_part[size, name]())
-    return figures
-
-
-def evaluate(base: str, arms: dict[str, list[Figures]]) -> dict[str, dict[str, Any]]:
-    """Return the figures of each arm, and its time against the base of the same round."""
-    results: dict[str, dict[str, Any]] = {}
-    for name, own in arms.items():
-        results[name] = {what: summary([figures[what] for figures in own]) for what in own[0]}
-        results[name]["all"] = own
-        if name != base:
-            pairs = list(zip(own, arms[base], strict=True))
-            results[name]["ratio"] = summary([a["wall_s"] / b["wall_s"] for a, b in pairs])
-            results[name]["more_s"] = summary([a["wall_s"] - b["wall_s"] for a, b in pairs])
+def measure(arguments: argparse.Namespace) -> Results:
+    """Return the figures by number of ranks and arm."""
+    CONTEXT.set_forkserver_preload(["torch.distributed", "hpctrain.training.session"])
+    file_limit.make_room(max(CROWDS))
+    pairs = {arm: functools.partial(pair, arm) for arm in (STORE, MEET)}
+    take_turns(pairs, 1)  # the first start of the fork server imports torch
+    figures = {2: take_turns(pairs, arguments.rounds)}
+    for size in CROWDS:
+        crowds = {arm: functools.partial(gathered, arm, size) for arm in (BARE, MEET, AT_ONCE)}
+        figures[size] = take_turns(crowds, min(arguments.rounds, CROWD_ROUNDS))
+    results: Results = {}
+    for size, arms in figures.items():
+        series = {
+            name: {figure: [one[figure] for one in own] for figure in own[0]}
+            for name, own in arms.items()
+        }
+        results[str(size)] = compare(series, STORE if size == 2 else BARE, ("ratio", "more_s"))
     return results
 
 
-# Columns of the table: the figure, the value of one displayed unit, and the number format.
-COLUMNS = {
-    "ms": ("wall_s", 1e-3, ".1f"),
-    "× baseline": ("ratio", 1, ".2f"),
-    "ms more": ("more_s", 1e-3, ".1f"),
-    "entry and check, ms": ("proof_s", 1e-3, ".1f"),
-    "rank 0's CPU, ms": ("cpu_s", 1e-3, ".0f"),
-    "its check, ms": ("check_s", 1e-3, ".1f"),
-    "a roster, kB": ("roll_bytes", 1e3, ".1f"),
-    "to unpack, ms": ("unpack_s", 1e-3, ".1f"),
-    "lost connections": ("lost", 1, ".0f"),
-}
-
-
-def show(size: str, results: dict[str, dict[str, Any]]) -> str:
-    """Return the results of one number of ranks as a text table."""
-    columns = {
-        title: column
-        for title, column in COLUMNS.items()
-        if any(column[0] in result for result in results.values())
-    }
-    rows = [(f"{size} ranks", *columns)]
-    for name, result in results.items():
-        cells = []
-        for what, unit, form in columns.values():
-            figures = result.get(what)
-            scaled = figures and {k: v / unit for k, v in figures.items()}
-            cells.append(describe(scaled, form) if scaled else "")
-        rows.append((name, *cells))
-    return table(rows) + "\n"
-
-
-def main() -> None:
-    """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="The cost of the rendezvous.")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
-    add_save(parser)
-    arguments = parser.parse_args()
-    if arguments.rounds < 2:
-        parser.error("a spread needs --rounds 2 or more")
-    CONTEXT.set_forkserver_preload(["torch.distributed", "hpctrain.training.session"])
-    file_limit.make_room(max(CROWDS))
-    record = facts(["hpctrain", "torch"])
-    results = {
-        size: evaluate(STORE if size == "2" else BARE, arms)
-        for size, arms in measure(arguments.rounds).items()
-    }
-    for size, result in results.items():
-        print(show(size, result))
-    print("Medians, with their 95 % intervals; ratios and differences round by round.")
-    save(arguments.save, {"benchmark": "rendezvous", **record, "results": results})
-
-
 if __name__ == "__main__":
-    main()
+    run("The cost of the rendezvous.", 20, ["hpctrain", "torch"], measure)

@@ -20,11 +20,11 @@ from dataclasses import replace
 
 import torch
 from harness import Results, compare, run, start
-from measure import take_turns
 from torch import nn
 
 import hpctrain
 from hpctrain.process.phases import COMPUTING
+from hpctrain.tools.bench.measure import take_turns
 from hpctrain.training.replica_check import ReplicaCheck
 
 BATCH = 64

@@ -13,7 +13,8 @@ import time
 from functools import partial
 
 from harness import ENVIRONMENT, Results, compare, run
-from measure import take_turns
+
+from hpctrain.tools.bench.measure import take_turns
 
 BARE, TORCH = "python -c pass", "import torch"
 # To add an arm, add a line: its name and the arguments of the interpreter.

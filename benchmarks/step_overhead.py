@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from harness import Results, compare, run, start
 from loops import ARMS, BASE, BATCH, LOG_EVERY, OURS, Setup, data, missing
-from measure import take_turns
 
 import hpctrain
+from hpctrain.tools.bench.measure import take_turns
 
 # Name: number of ranks, backend.
 WORLDS = {

@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from harness import ENVIRONMENT, Results, compare, judge, run
-from measure import summary, take_turns
+
+from hpctrain.tools.bench.measure import summary, take_turns
 
 SBATCH, SUBMIT, SUBMITIT = "sbatch job.sh", "hpctrain submit --live", "submitit"
 FROZEN, FIRST = "hpctrain submit, a file edited", "hpctrain submit, the first one"

@@ -1,10 +1,9 @@
 """Find and replace the tables of a page; no torch."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
-from tables import TABLES, Table
+from tables import TABLES
 
 __all__ = ["COMMAND", "PAGES", "differing", "names", "renew"]
 
@@ -23,24 +22,23 @@ _BLOCK = re.compile(r"<!-- results: (.+?) -->\n.*?<!-- end of results -->", re.D
 _MARK = re.compile(r"<!-- (?:results:.*?|end of results) -->")
 
 
-def renew(page: str, top: Path, tables: Mapping[str, Table] = TABLES) -> str:
+def renew(page: str, top: Path) -> str:
     """Return a page with new tables.
 
     Args:
         page: text of the page.
         top: folder of the repository, which contains the results.
-        tables: functions that make the tables, by name.
 
     Raises:
         ValueError: a mark has no matching mark, or names an unknown table.
     """
-    if unknown := names(page) - set(tables):
+    if unknown := names(page) - set(TABLES):
         raise ValueError(f"no table has the name {', '.join(sorted(unknown))}")
     if len(_MARK.findall(page)) != 2 * len(_BLOCK.findall(page)):
         raise ValueError("a block of results begins or ends without its other mark")
     return _BLOCK.sub(
         lambda found: (
-            f"<!-- results: {found[1]} -->\n\n{tables[found[1]](top)}\n\n<!-- end of results -->"
+            f"<!-- results: {found[1]} -->\n\n{TABLES[found[1]](top)}\n\n<!-- end of results -->"
         ),
         page,
     )

@@ -212,7 +212,6 @@ def errors(top: Path) -> str:
 _BENCHMARKS = (
     "startup",
     "step_overhead",
-    "hostlist",
     "rendezvous",
     "first_allreduce",
     "allreduce",

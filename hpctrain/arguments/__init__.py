@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 from hpctrain.arguments.batches import Batches, plan_batches
+from hpctrain.arguments.kinds import flag
 from hpctrain.arguments.recipe import Parser
 from hpctrain.arguments.table import Given, Options, named
 from hpctrain.rendezvous import shared_errors
@@ -52,13 +53,12 @@ def add_options(parser: Parser, recipe: bool) -> None:
     )
     for field in dataclasses.fields(Options):
         spec = dict(field.metadata)
-        flag, common = spec.pop("flag"), spec.pop("common")
-        if not (common or recipe):
-            parser.only_with_recipe[flag] = field.name
+        if not (spec.pop("common") or recipe):
+            parser.only_with_recipe[flag(field.name)] = field.name
             continue
         if spec["default"] not in (None, False):
             spec["help"] += " (default: %(default)s)"
-        group.add_argument(flag, dest=field.name, **spec)
+        group.add_argument(flag(field.name), **spec)
     # torch.distributed.launch passes it to every script; `launchers` reads it.
     parser.add_argument(
         *("--local_rank", "--local-rank"),

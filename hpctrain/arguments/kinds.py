@@ -2,8 +2,8 @@
 
 import argparse
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.cluster.launchers import LONGEST_TIMEOUT
@@ -14,6 +14,8 @@ __all__ = [
     "COUNT",
     "FROM_ZERO",
     "check",
+    "common",
+    "flag",
     "fraction",
     "loss_scale",
     "not_negative",
@@ -24,8 +26,12 @@ __all__ = [
 ]
 
 
+def flag(name: str) -> str:
+    """Return the option on the command line of a field of `Options`."""
+    return "--" + name.replace("_", "-")
+
+
 def option(
-    flag: str,
     default: Any,
     text: str,
     type: Any = str,
@@ -37,20 +43,29 @@ def option(
     """Return a field of `Options`, with its option on the command line.
 
     Args:
-        flag: option on the command line.
         default: value of the field.
         text: help text.
-        type: type of the value, for argparse and for keyword arguments.
+        type: type of the value, for argparse and for keyword arguments; bool for a switch, which
+            a default of True or False makes it as well.
         common: whether `hpctrain.options()` has the option; if not, only
             `hpctrain.options(recipe=True)` has it.
         parsed: value that a command line without the option has (default: `default`).
         more: more arguments for argparse.
     """
     parsed = default if parsed is None else parsed
-    spec = {"flag": flag, "help": text, "common": common, "default": parsed, **more}
-    if "action" not in more:
+    spec = {"help": text, "common": common, "default": parsed}
+    if default is False:
+        spec["action"] = "store_true"
+    elif default is True or type is bool:
+        spec["action"] = argparse.BooleanOptionalAction
+    else:
         spec["type"] = type
-    return dataclasses.field(default=default, metadata=spec)
+    if isinstance(type, Number):
+        spec["metavar"] = type.metavar
+    return dataclasses.field(default=default, metadata={**spec, **more})
+
+
+common = functools.partial(option, common=True)
 
 
 class Number:
@@ -59,6 +74,7 @@ class Number:
     Args:
         name: name of the type in argparse's messages.
         expected: description of the accepted values, for messages.
+        metavar: name of a value in the help.
         above, below: open interval of the accepted values.
         least: smallest accepted value; given for whole numbers only, in place of the interval.
         literal: a text that is accepted as well.
@@ -68,13 +84,14 @@ class Number:
         self,
         name: str,
         expected: str,
+        metavar: str = "X",
         above: float = float("-inf"),
         below: float = float("inf"),
         least: int | None = None,
         literal: str | None = None,
     ) -> None:
         self.__name__ = name
-        self.expected = expected
+        self.expected, self.metavar = expected, metavar
         self.above, self.below, self.least, self.literal = above, below, least, literal
 
     def __call__(self, text: str) -> float | int | str:
@@ -96,19 +113,24 @@ class Number:
         return (whole or isinstance(value, float)) and self.above < value < self.below
 
 
-COUNT = Number("whole number", "a whole number from 1 on", least=1)
-FROM_ZERO = Number("whole number", "a whole number from 0 on", least=0)
+COUNT = Number("whole number", "a whole number from 1 on", "N", least=1)
+FROM_ZERO = Number("whole number", "a whole number from 0 on", "N", least=0)
 positive = Number("number", "a number above 0", above=0.0)
 not_negative = Number("number", "a number from 0 on", above=math.nextafter(0.0, -1.0))
 fraction = Number("number", "a number above 0 and below 1", above=0.0, below=1.0)
 seconds = Number(
     "number of seconds",
     f"a number above 0, and at most {LONGEST_TIMEOUT:.0f} seconds",
+    "S",
     above=0.0,
     below=LONGEST_TIMEOUT + 1.0,
 )
-workers = Number("number of workers", "a whole number from 0 on, or auto", least=0, literal="auto")
-loss_scale = Number("loss scale", "a number above 0, or dynamic", above=0.0, literal="dynamic")
+workers = Number(
+    "number of workers", "a whole number from 0 on, or auto", "N|auto", least=0, literal="auto"
+)
+loss_scale = Number(
+    "loss scale", "a number above 0, or dynamic", "X|dynamic", above=0.0, literal="dynamic"
+)
 
 
 def check(field: Any, value: Any) -> None:
@@ -121,19 +143,20 @@ def check(field: Any, value: Any) -> None:
     choices = spec.get("choices")
     if choices and value not in choices:
         near = nearest(str(value), choices) or choices[0]
-        raise _refused(spec, value, f"one of {', '.join(choices)}", f"{spec['flag']} {near}")
+        raise _refused(field, value, f"one of {', '.join(choices)}", f"{flag(field.name)} {near}")
     if value is None and field.default is None:
         return
     kind = spec.get("type")
     if isinstance(kind, Number) and not kind.accepts(value):
-        raise _refused(spec, value, kind.expected)
+        raise _refused(field, value, kind.expected)
     if "action" in spec and not isinstance(value, bool):
-        raise _refused(spec, value, "True or False")
+        raise _refused(field, value, "True or False")
     if kind is str and not isinstance(value, str):
-        raise _refused(spec, value, "text")
+        raise _refused(field, value, "text")
 
 
-def _refused(spec: Mapping[str, Any], value: Any, expected: str, fix: str = "") -> UsageError:
-    other = f"another name for an option of the script that is not hpctrain's {spec['flag']}"
-    found = f"{spec['flag']} {value if fix else repr(value)}"
-    return UsageError("HT501", found, expected, fix, "" if spec["common"] else other)
+def _refused(field: Any, value: Any, expected: str, fix: str = "") -> UsageError:
+    name = flag(field.name)
+    other = f"another name for an option of the script that is not hpctrain's {name}"
+    found = f"{name} {value if fix else repr(value)}"
+    return UsageError("HT501", found, expected, fix, "" if field.metadata["common"] else other)

@@ -14,17 +14,8 @@ __all__ = ["Parser"]
 # Free text, unless the script has an option of that name.
 _ABOUT = "about"
 _NOT_IN_A_FILE = {"recipe", "help", "local_rank"}
-
-
-def _class_of(action: str, **settings: Any) -> type[argparse.Action]:
-    """Return argparse's class of an action, which has no public name."""
-    return type(argparse.ArgumentParser().add_argument("--option", action=action, **settings))
-
-
-# `extend` is a subclass of the first. Their stored value is not a value that can be typed.
-_ACCUMULATING = (_class_of("append"), _class_of("append_const", const=0), _class_of("count"))
-# store_true and store_false are subclasses.
-_STORE_CONST = _class_of("store_const", const=0)
+# argparse's class of an option that stores its value, which has no public name.
+_STORE = type(argparse.ArgumentParser().add_argument("--option"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -175,17 +166,16 @@ def _accepting_option(actions: list[argparse.Action], value: Any) -> argparse.Ac
     Raises:
         argparse.ArgumentError: none of them works in a file.
     """
-    accepting = [action for action in actions if not _only_typed(action)]
-    if not accepting or any(isinstance(action, _ACCUMULATING) for action in actions):
+    accepting = [action for action in actions if _is_switch(action) or isinstance(action, _STORE)]
+    if not accepting:
         options = "/".join(option for action in actions for option in action.option_strings)
         raise argparse.ArgumentError(actions[0], f"{options} is for the command line alone")
     switch = isinstance(value, bool)
     return next((action for action in accepting if (action.nargs == 0) == switch), accepting[0])
 
 
-def _only_typed(action: argparse.Action) -> bool:
-    constant = isinstance(action, _STORE_CONST)
-    return constant and not isinstance(action.const, bool)
+def _is_switch(action: argparse.Action) -> bool:
+    return isinstance(action, argparse.BooleanOptionalAction) or isinstance(action.const, bool)
 
 
 def _text(action: argparse.Action, value: Any) -> str:

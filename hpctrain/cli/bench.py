@@ -4,7 +4,7 @@ import argparse
 import importlib
 from typing import Any
 
-from hpctrain.cli.argument_types import seconds
+from hpctrain.cli.argument_types import count, seconds, typed
 from hpctrain.tools.bench.measure import size
 
 __all__ = ["add"]
@@ -33,7 +33,7 @@ def _add_step(kinds: Any) -> None:
     )
     parser.add_argument(
         "--batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="batch size of each rank (default: 128 on GPUs, else 32)",
     )
@@ -67,7 +67,7 @@ def _add_input(kinds: Any) -> None:
     )
     parser.add_argument(
         "--batch-size",
-        type=_count,
+        type=count,
         default=64,
         metavar="N",
         help="batch size of each rank (default: 64)",
@@ -79,7 +79,7 @@ def _add_input(kinds: Any) -> None:
         help="numbers of workers to try (default: 0, 1, 2, 4, … up to the cores of a rank)",
     )
     parser.add_argument(
-        "--need", type=_count, metavar="N", help="images/s that the training steps of a rank need"
+        "--need", type=count, metavar="N", help="images/s that the training steps of a rank need"
     )
 
 
@@ -93,7 +93,7 @@ def _add_checkpoint(kinds: Any) -> None:
     )
     parser.add_argument(
         "--size",
-        type=_size,
+        type=typed("size such as 64kB, 1MB or 1GB", size),
         metavar="SIZE",
         help="size of the state (default: 200MB, less if disk space or memory is low)",
     )
@@ -130,33 +130,15 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _workers(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 0:
-        raise ValueError
-    return sorted(set(values))
-
-
-def _size(text: str) -> int:
-    return size(text)
-
-
-def _sizes(text: str) -> list[int]:
-    return sorted({size(part) for part in text.split(",")})
-
-
-# Names of the types in argparse's messages.
-_count.__name__ = "whole number from 1 on"
-_workers.__name__ = "list of whole numbers such as 0,1,4"
-_size.__name__ = "size such as 64kB, 1MB or 1GB"
-_sizes.__name__ = "list of sizes such as 4B,64kB,1MB"
+_workers = typed(
+    "list of whole numbers such as 0,1,4",
+    lambda text: sorted({int(part) for part in text.split(",")}),
+    lambda values: values[0] >= 0,
+)
+_sizes = typed(
+    "list of sizes such as 4B,64kB,1MB",
+    lambda text: sorted({size(part) for part in text.split(",")}),
+)
 
 
 def _main(arguments: argparse.Namespace) -> int:

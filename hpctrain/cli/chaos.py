@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from hpctrain.errors import UsageError
+from hpctrain.cli.argument_types import count, seconds, typed
 
 __all__ = ["add"]
 
@@ -22,16 +22,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         + "; ".join(f"{kind}: {about}" for kind, about in KINDS.items())
         + "."
     )
+    kinds = typed(
+        f"list of {', '.join(KINDS)}", lambda text: text.split(","), set(KINDS).issuperset
+    )
     parser.add_argument("job", metavar="JOB", help="number of the job, as squeue shows it")
     parser.add_argument(
-        "--kinds", default=_DEFAULT, metavar="KIND,…",
+        "--kinds", type=kinds, default=_DEFAULT, metavar="KIND,…",
         help=f"kinds of faults; one given twice happens twice as often (default: {_DEFAULT})",
     )  # fmt: skip
     parser.add_argument(
-        "--count", type=int, default=10, metavar="N", help="number of faults (default: 10)"
+        "--count", type=count, default=10, metavar="N", help="number of faults (default: 10)"
     )
     parser.add_argument(
-        "--mean", type=float, default=60.0, metavar="SECONDS",
+        "--mean", type=seconds, default=60.0, metavar="SECONDS",
         help="mean distance of two faults in seconds (default: 60)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
@@ -41,24 +44,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     from hpctrain.tools import chaos
 
-    kinds = arguments.kinds.split(",")
-    wrong = [kind for kind in kinds if kind not in chaos.KINDS]
-    if wrong:
-        known = ", ".join(chaos.KINDS)
-        raise UsageError("HT804", f"--kinds {arguments.kinds}", f"some of {known}", "--kinds kill")
-    if arguments.count < 1 or not 0 < arguments.mean < 1e6:
-        raise UsageError(
-            "HT804",
-            f"--count {arguments.count} --mean {arguments.mean}",
-            "at least one fault, and a positive number of seconds",
-            "--count 10 --mean 60",
-        )
-
     def report(line: str) -> None:
         sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {line}\n")
         sys.stdout.flush()
 
-    faults = chaos.sequence(kinds, arguments.count, arguments.mean, arguments.seed)
+    faults = chaos.sequence(arguments.kinds, arguments.count, arguments.mean, arguments.seed)
     happened = chaos.run(arguments.job, faults, os.environ, report)
     if happened < arguments.count:
         sys.stdout.write(f"the job has ended after {happened} of {arguments.count} faults\n")

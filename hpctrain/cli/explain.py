@@ -46,18 +46,18 @@ def _main(arguments: argparse.Namespace) -> int:
         return _explain_code(arguments.code, arguments.json)
     process = Process.current()
     variables = list(readings({**os.environ, **process.facts()}))
+    start = failure = None
     try:
         start = survey(os.environ, process)
     except HpctrainError as error:
-        sys.stdout.write(
-            json.dumps(as_json(None, variables)) + "\n"
-            if arguments.json
-            else _table("found", variables)
-        )
-        raise error from None
-    sys.stdout.write(
-        json.dumps(as_json(start, variables)) + "\n" if arguments.json else _text(start, variables)
-    )
+        failure = error
+    if arguments.json:
+        text = json.dumps(as_json(start, variables)) + "\n"
+    else:
+        text = _text(start, variables) if start else _table("found", variables)
+    sys.stdout.write(text)
+    if failure:
+        raise failure
     return 2 if arguments.strict and _refusals(start) else 0
 
 
@@ -109,14 +109,14 @@ def as_json(start: Start | None, variables: Sequence[Reading]) -> dict[str, Any]
         ],
         "warnings": [
             {"code": error.code, "found": error.found, "fixes": list(error.fixes)}
-            for error in (_refusals(start) if start else [])
+            for error in _refusals(start)
         ],
     }
 
 
-def _refusals(start: Start) -> list[UsageError]:
+def _refusals(start: Start | None) -> list[UsageError]:
     """Return the errors that opening a session would raise."""
-    return [error for error in (start.stray, start.waste) if error]
+    return [error for error in (start.stray, start.waste) if error] if start else []
 
 
 def _text(start: Start, variables: Sequence[Reading]) -> str:

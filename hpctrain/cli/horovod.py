@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 
+from hpctrain.cli.terminal import note
+
 __all__ = ["add"]
 
 
@@ -40,12 +42,7 @@ def _main(arguments: argparse.Namespace) -> int:
     # Imported here, because it takes as long as all other commands together.
     from hpctrain.tools.horovod_build import build
 
-    wheel = build(arguments.cuda, arguments.mpi, arguments.wheel_only, os.environ, _print_line)
+    wheel = build(arguments.cuda, arguments.mpi, arguments.wheel_only, os.environ, note)
     if arguments.wheel_only:
         sys.stdout.write(f"{wheel}\n")
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stderr.write(f"hpctrain: {line}\n")
-    sys.stderr.flush()

@@ -75,21 +75,21 @@ def _text(name: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError("HT824", f"{name} cannot be read: {reason}", "a batch script") from error
     text, quoted = read.decode(errors="backslashreplace"), shlex.quote(name)
-    wrong: tuple[str, ...]
-    if len(read) > _MOST_BYTES:
-        wrong = (f"has more than {_MOST_BYTES // 1024} KiB",)
-    elif not read.strip():
-        wrong = ("is empty",)
-    elif b"\0" in read:
-        wrong = ("is no text: it has a NUL byte",)
-    elif name.endswith(".toml"):
-        fixes = (f"hpctrain render {quoted} | hpctrain lint -", f"hpctrain submit {quoted}")
-        wrong = ("is no batch script", *fixes)
-    elif name.endswith(".py") and not re.search(r"^#SBATCH", text, re.MULTILINE):
-        found = "is a Python script without #SBATCH lines, and no batch script"
-        wrong = (found, f"hpctrain submit -- python {quoted}")
-    elif not text.startswith("#!") and "#SBATCH" not in text:
-        wrong = ("has neither #! nor #SBATCH", "put #!/bin/bash on top of it")
-    else:
-        return text
-    raise UsageError("HT824", f"{name} {wrong[0]}", "a batch script for sbatch", *wrong[1:])
+    in_python = name.endswith(".py") and not re.search(r"^#SBATCH", text, re.MULTILINE)
+    no_script = not text.startswith("#!") and "#SBATCH" not in text
+    render = f"hpctrain render {quoted} | hpctrain lint -"
+    for wrong, found, *fixes in (
+        (len(read) > _MOST_BYTES, f"has more than {_MOST_BYTES // 1024} KiB"),
+        (not read.strip(), "is empty"),
+        (b"\0" in read, "is no text: it has a NUL byte"),
+        (name.endswith(".toml"), "is no batch script", render, f"hpctrain submit {quoted}"),
+        (
+            in_python,
+            "is a Python script, no batch script",
+            f"hpctrain submit -- python {quoted}",
+        ),
+        (no_script, "has neither #! nor #SBATCH", "put #!/bin/bash on top of it"),
+    ):
+        if wrong:
+            raise UsageError("HT824", f"{name} {found}", "a batch script for sbatch", *fixes)
+    return text

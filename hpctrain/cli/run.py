@@ -9,10 +9,11 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpctrain.cli.argument_types import count, port
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,68 @@ _OF_AGENTS = (
 )
 # Values of `rank_environment.AS`, which is imported only when it is needed.
 _STYLES = ("hpctrain", "slurm", "torchrun", "mpi", "horovod")
+
+
+class _Program(NamedTuple):
+    """What the ranks run: the command of each, the name of the script, and its arguments."""
+
+    command: list[str]
+    name: str
+    arguments: list[str]
+
+
+# Options in the order of the help: flag, name of the value (none for a switch), type, help.
+_Option = tuple[str, str, Callable[[str], Any], str]
+_IN_A_JOB: tuple[_Option, ...] = (
+    ("--code", "TREE", str, "snapshot of the code to run, which hpctrain submit has made"),
+    (
+        *("--max-attempts", "N", count),
+        "attempts in a row without a new checkpoint after which the run is given up (default: 3)",
+    ),
+    ("--max-restarts", "N", int, "largest number of requeues (default: no limit)"),
+    ("--retry", "", bool, "start a program without a Session again, too, after it has failed"),
+    (
+        *("--requeue-plain", "", bool),
+        "at the end of the time, end a program without a Session by SIGTERM and requeue the job; "
+        "the program has to continue from its own checkpoints",
+    ),
+    ("--finish", "LINES", str, "lines of bash that run after the program has succeeded"),
+    (
+        *("--container", "IMAGE", str),
+        "container image in which the ranks run: of Apptainer, or with --direct of Pyxis",
+    ),
+    (
+        *("--container-env", "NAMES", str),
+        "variables that override those of the image, separated by commas",
+    ),
+    (
+        *("--stage-code", "DIR", str),
+        "folder that each host copies to its own disk; the ranks start in it",
+    ),
+    (
+        *("--stage-environment", "FILE.tar", str),
+        "archive of an environment that each host unpacks",
+    ),
+    ("--stage-data", "DIR", str, "folder with data that each host copies to its own disk"),
+    (
+        *("--elastic", "", bool),
+        "go on with the remaining hosts if one is lost; the program has to resume with fewer "
+        "ranks (--elastic --global-batch N among its own options)",
+    ),
+    (
+        *("--spares", "N", int),
+        "hosts of the job that have no ranks until another one is lost (default: 0)",
+    ),
+    (
+        *("--min-nproc", "N", count),
+        "with --elastic: smallest number of ranks to go on (default: 1)",
+    ),
+)
+_ON_SEVERAL_HOSTS: tuple[_Option, ...] = (
+    ("--node-rank", "I", int, "number of this host, from 0"),
+    ("--main-address", "HOST", str, "name or address of host 0"),
+    ("--main-port", "PORT", port, "free port on host 0, from 1 to 65535"),
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -79,86 +142,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="start the program once, on the first host: it starts its ranks itself",
     )
     job.add_argument(
-        "--code", metavar="TREE", help="snapshot of the code to run, which hpctrain submit has made"
-    )
-    job.add_argument(
-        "--max-attempts",
-        type=int,
-        metavar="N",
-        help="attempts in a row without a new checkpoint after which the run is given up "
-        "(default: 3)",
-    )
-    job.add_argument(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="largest number of requeues (default: no limit)",
-    )
-    job.add_argument(
-        "--retry",
-        action="store_true",
-        help="start a program without a Session again, too, after it has failed",
-    )
-    job.add_argument(
-        "--requeue-plain",
-        action="store_true",
-        help="at the end of the time, end a program without a Session by SIGTERM and requeue the "
-        "job; the program has to continue from its own checkpoints",
-    )
-    job.add_argument(
         "--setting",
         action="append",
         default=[],
         metavar="ARGS",
         help="arguments for one task of a job array; give it once for each task, from index 0 on",
     )
-    job.add_argument(
-        "--finish", metavar="LINES", help="lines of bash that run after the program has succeeded"
-    )
-    job.add_argument(
-        "--container",
-        metavar="IMAGE",
-        help="container image in which the ranks run: of Apptainer, or with --direct of Pyxis",
-    )
-    job.add_argument(
-        "--container-env",
-        metavar="NAMES",
-        help="variables that override those of the image, separated by commas",
-    )
-    for name, metavar, about in (
-        ("code", "DIR", "folder that each host copies to its own disk; the ranks start in it"),
-        ("environment", "FILE.tar", "archive of an environment that each host unpacks"),
-        ("data", "DIR", "folder with data that each host copies to its own disk"),
-    ):
-        job.add_argument(f"--stage-{name}", default="", metavar=metavar, help=about)
-    job.add_argument(
-        "--elastic",
-        action="store_true",
-        help="go on with the remaining hosts if one is lost; the program has to resume with fewer "
-        "ranks (--elastic --global-batch N among its own options)",
-    )
-    job.add_argument(
-        "--spares",
-        type=int,
-        metavar="N",
-        help="hosts of the job that have no ranks until another one is lost (default: 0)",
-    )
-    job.add_argument(
-        "--min-nproc",
-        type=int,
-        metavar="N",
-        help="with --elastic: smallest number of ranks to go on (default: 1)",
-    )
+    _add(job, _IN_A_JOB)
     real = parser.add_argument_group(
         "one of several hosts without a scheduler: type the command on each"
     )
-    real.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
-    real.add_argument("--main-address", metavar="HOST", help="name or address of host 0")
-    real.add_argument(
-        "--main-port", type=int, metavar="PORT", help="free port on host 0, from 1 to 65535"
-    )
+    _add(real, _ON_SEVERAL_HOSTS)
     simulated = parser.add_argument_group("simulated on this machine")
-    simulated.add_argument("--nodes", type=int, metavar="N", help="number of hosts")
+    simulated.add_argument("--nodes", type=count, metavar="N", help="number of hosts")
     simulated.add_argument(
         "--as",
         dest="style",
@@ -167,6 +163,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(command=_reported)
+
+
+def _add(group: Any, options: Sequence[_Option]) -> None:
+    for flag, metavar, kind, text in options:
+        if metavar:
+            group.add_argument(flag, metavar=metavar, type=kind, help=text)
+        else:
+            group.add_argument(flag, action="store_true", help=text)
 
 
 def _reported(arguments: argparse.Namespace) -> int:
@@ -184,7 +188,7 @@ def _main(arguments: argparse.Namespace) -> int:
     from hpctrain.cluster import env_vars
     from hpctrain.cluster.launchers import Process
 
-    command, script, rest = _command(arguments)
+    program = _program(arguments)
     nproc = arguments.nproc_per_node
     env = Process.current().own(os.environ)
     if arguments.run_dir:
@@ -196,22 +200,16 @@ def _main(arguments: argparse.Namespace) -> int:
 
         _check_outside_of_a_job(arguments)
         return starts.on_one_of_several_hosts(
-            command, nproc or "auto", env, arguments.node_rank, arguments.nodes,
+            program.command, nproc or "auto", env, arguments.node_rank, arguments.nodes,
             arguments.main_address, arguments.main_port,
         )  # fmt: skip
     if arguments.nodes is not None or arguments.style is not None:
         _check_outside_of_a_job(arguments)
-        return _simulated(arguments, command, env)
-    return _by_place(arguments, command, script, rest, env)
+        return _simulated(arguments, program.command, env)
+    return _by_place(arguments, program, env)
 
 
-def _by_place(
-    arguments: argparse.Namespace,
-    command: list[str],
-    script: str,
-    rest: list[str],
-    env: Mapping[str, str],
-) -> int:
+def _by_place(arguments: argparse.Namespace, program: _Program, env: Mapping[str, str]) -> int:
     from hpctrain.cluster import env_vars, launchers
 
     start = launchers.survey()
@@ -224,46 +222,40 @@ def _by_place(
         if nproc is None:
             from hpctrain.launch.joined_rank import join
 
-            join(command, start, env)
+            join(program.command, start, env)
         from hpctrain.launch import starts
 
-        return starts.as_agent(command, nproc, env, start)
+        return starts.as_agent(program.command, nproc, env, start)
     from hpctrain.launch import starts
 
     alone = name == "hpctrain" or env.get(env_vars.LAUNCHER) == "none"
     if start.allocation is not None and start.allocation.scheduler == "slurm" and not alone:
-        return _in_slurm(arguments, command, script, rest)
+        return _in_slurm(arguments, program)
     if not alone:
         from hpctrain.launch.in_other_jobs import hosts_of
 
         hosts = hosts_of(env, nproc)
         if hosts is not None:
             _check_outside_of_a_job(arguments, _OF_SLURM)
-            return _in_other_job(hosts, arguments, command, script, rest, env)
+            return _in_other_job(hosts, arguments, program, env)
     _check_outside_of_a_job(arguments)
-    return starts.on_this_machine(command, nproc or "auto", env)
+    return starts.on_this_machine(program.command, nproc or "auto", env)
 
 
 def _in_other_job(
-    hosts: "Hosts",
-    arguments: argparse.Namespace,
-    command: list[str],
-    script: str,
-    rest: list[str],
-    env: Mapping[str, str],
+    hosts: "Hosts", arguments: argparse.Namespace, program: _Program, env: Mapping[str, str]
 ) -> int:
     """Start the ranks on the hosts of a job of another scheduler, which does not requeue it."""
     from hpctrain.launch import starts
     from hpctrain.launch.slurm_job import stop_signals
 
     with stop_signals(in_batch=True) as received:
-        directory = starts.run_directory(rest, script, env)
-        return starts.on_hosts(hosts, command, directory, env, _policy(arguments), received)[0]
+        directory = starts.run_directory(program.arguments, program.name, env)
+        policy = _policy(arguments)
+        return starts.on_hosts(hosts, program.command, directory, env, policy, received)[0]
 
 
-def _in_slurm(
-    arguments: argparse.Namespace, command: list[str], script: str, rest: list[str]
-) -> int:
+def _in_slurm(arguments: argparse.Namespace, program: _Program) -> int:
     """Start the ranks on the hosts of the job, and requeue the job if it was stopped."""
     from hpctrain.cluster import env_vars
     from hpctrain.cluster.launchers import Process
@@ -278,16 +270,18 @@ def _in_slurm(
         job = SlurmJob.here(own, arguments.max_restarts)
         env = dict(job.env)
         setting = _setting(arguments.setting, job.allocation.array_task)
-        if "--run-dir" in " ".join(rest) or not (in_batch or arguments.run_dir):
-            directory = starts.run_directory(rest, script, env)
+        if "--run-dir" in " ".join(program.arguments) or not (in_batch or arguments.run_dir):
+            directory = starts.run_directory(program.arguments, program.name, env)
         else:
             directory = job.run_directory(arguments.run_dir)
         names = tuple(filter(None, (arguments.container_env or "").split(",")))
         for name in names:
             env[f"APPTAINERENV_{name}"] = env.get(name, "")
+        command = program.command
         if arguments.code:
             command, env = _frozen(arguments, command, env)
-        staging = (arguments.stage_code, arguments.stage_environment, arguments.stage_data)
+        staged = (arguments.stage_code, arguments.stage_environment, arguments.stage_data)
+        staging = [place or "" for place in staged]
         label = f"{job.allocation.label}-{job.allocation.restart_count}"
         inside = Inside(staging, arguments.container or "", names, label)
         kind = Direct if arguments.direct else Once if arguments.once else InSlurm
@@ -343,8 +337,8 @@ def _setting(settings: Sequence[str], index: int | None) -> list[str]:
     return shlex.split(settings[index])
 
 
-def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
-    """Return the command of each rank, the name of the script, and its arguments.
+def _program(arguments: argparse.Namespace) -> _Program:
+    """Return what the ranks run.
 
     Raises:
         UsageError: there is no program, or the script cannot be read.
@@ -362,30 +356,28 @@ def _command(arguments: argparse.Namespace) -> tuple[list[str], str, list[str]]:
             "hpctrain run -- PROGRAM",
         )
     if is_program and not arguments.module:
-        return words, words[0], words[1:]
+        return _Program(words, words[0], words[1:])
     # The Python of a container or of an unpacked environment is the first one in its PATH.
     elsewhere = arguments.container or arguments.stage_environment
     python = "python" if elsewhere else sys.executable
     if arguments.module:
-        return [python, "-m", *words], words[0].rpartition(".")[2], words[1:]
+        return _Program([python, "-m", *words], words[0].rpartition(".")[2], words[1:])
     if not (arguments.code or arguments.container):  # else it is in the snapshot or the image
-        _check_script(os.path.join(arguments.stage_code, words[0]))
-    return [python, *words], words[0], words[1:]
+        _check_script(os.path.join(arguments.stage_code or "", words[0]))
+    return _Program([python, *words], words[0], words[1:])
 
 
 def _policy(arguments: argparse.Namespace) -> "Policy":
     from hpctrain.launch.attempts import Policy
 
-    most = 3 if arguments.max_attempts is None else arguments.max_attempts
-    least = 1 if arguments.min_nproc is None else arguments.min_nproc
-    if least < 1:
-        raise UsageError("HT804", f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
-    if most < 1:
-        raise UsageError(
-            "HT804", f"--max-attempts {most}", "a number from 1 on", "--max-attempts 1"
-        )
-    plain = arguments.requeue_plain
-    return Policy(most, arguments.retry, arguments.elastic, least, plain, arguments.spares or 0)
+    return Policy(
+        arguments.max_attempts or 3,
+        arguments.retry,
+        arguments.elastic,
+        arguments.min_nproc or 1,
+        arguments.requeue_plain,
+        arguments.spares or 0,
+    )
 
 
 def _simulated(
@@ -393,9 +385,7 @@ def _simulated(
 ) -> int:
     from hpctrain.launch import rank_environment, starts
 
-    nodes = 1 if arguments.nodes is None else arguments.nodes
-    if nodes < 1:
-        raise UsageError("HT804", f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
+    nodes = arguments.nodes or 1
     gpus = rank_environment.gpus_of(env)
     counts = rank_environment.layout(
         arguments.nproc_per_node or "auto", [len(gpus) // nodes] * nodes
@@ -414,22 +404,11 @@ def _check_script(script: str) -> None:
     else:
         return
     form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
-    fix = f"hpctrain run [options] {form} [its arguments]"
+    fixes = [f"hpctrain run [options] {form} [its arguments]"]
     if os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
-        fix = _submission_folder(script) or fix
         found += f" in {os.getcwd()}"
-    raise UsageError("HT805", found, "a Python script", fix)
-
-
-def _submission_folder(script: str) -> str | None:
-    """Return what to type if the batch script was submitted from the wrong folder."""
-    from hpctrain.cluster import slurm
-
-    batch = slurm.script_path(os.environ["SLURM_JOB_ID"], os.environ)
-    for folder in Path(batch).parents if batch else ():
-        if (folder / script).is_file():
-            return f"cd {shlex.quote(str(folder))}; sbatch {os.path.relpath(str(batch), folder)}"
-    return None
+        fixes.append("sbatch from the folder to which the script's path belongs")
+    raise UsageError("HT805", found, "a Python script", *fixes)
 
 
 def _check_outside_of_a_job(
@@ -440,15 +419,19 @@ def _check_outside_of_a_job(
     Raises:
         UsageError: an option would have no effect.
     """
+    where = "outside of a batch script of Slurm and of the shell of salloc"
+    _refuse(arguments, names, where, "ranks on all hosts of a job")
+
+
+def _refuse(
+    arguments: argparse.Namespace, names: Sequence[str], where: str, expected: str, *fixes: str
+) -> None:
+    """Raise UsageError if one of these options was given where it would have no effect."""
     for name in names:
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                "HT804",
-                f"{flag} outside of a batch script of Slurm and of the shell of salloc",
-                "ranks on all hosts of a job",
-                f"hpctrain run without {flag}",
-            )
+            fix = f"hpctrain run without {flag}"
+            raise UsageError("HT804", f"{flag} {where}", expected, fix, *fixes)
 
 
 def _check_spares(spares: int | None, hosts: Sequence[str]) -> None:
@@ -473,16 +456,10 @@ def _check_way(arguments: argparse.Namespace) -> None:
         UsageError: an option would have no effect.
     """
     way = "--direct" if arguments.direct else "--once" if arguments.once else None
-    for name in (*_OF_AGENTS, *(("container",) if arguments.once else ())) if way else ():
-        if getattr(arguments, name):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                "HT804",
-                f"{flag} with {way}",
-                "ranks that the agents of hpctrain run start",
-                f"hpctrain run without {way}",
-                f"hpctrain run without {flag}",
-            )
+    if way is not None:
+        names = (*_OF_AGENTS, "container") if arguments.once else _OF_AGENTS
+        expected = "ranks that the agents of hpctrain run start"
+        _refuse(arguments, names, f"with {way}", expected, f"hpctrain run without {way}")
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
@@ -498,36 +475,24 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         "--main-address": arguments.main_address,
         "--main-port": arguments.main_port,
     }
-    if all(value is None for value in options.values()):
+    given = [name for name, value in options.items() if value is not None]
+    needed = {"--nodes": arguments.nodes, **options}
+    missing = [name for name, value in needed.items() if value is None]
+    if not given:
         return
-    missing = [
-        name for name, value in {"--nodes": arguments.nodes, **options}.items() if value is None
-    ]
     if missing:
-        set_options = " and ".join(name for name, value in options.items() if value is not None)
-        raise UsageError(
-            "HT804",
-            f"{set_options} without {' and '.join(missing)}",
-            "all of them for one of several real hosts, or --nodes alone to simulate hosts here",
-            _MANUAL,
+        found = f"{' and '.join(given)} without {' and '.join(missing)}"
+        expected = (
+            "all of them for one of several real hosts, or --nodes alone to simulate hosts here"
         )
-    if arguments.style is not None:
-        raise UsageError(
-            "HT804",
-            f"--as {arguments.style} together with --node-rank",
-            "one of them: --as simulates all hosts on this machine",
-            _MANUAL,
-        )
-    if not 0 <= arguments.node_rank < arguments.nodes:
-        raise UsageError(
-            "HT804",
-            f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}",
-            f"a node rank from 0 to {arguments.nodes - 1}, another one on each host",
-            _MANUAL,
-        )
-    if not arguments.main_address.strip():
-        raise UsageError("HT804", "an empty --main-address", "name or address of host 0", _MANUAL)
-    if not 1 <= arguments.main_port < 1 << 16:
-        raise UsageError(
-            "HT804", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _MANUAL
-        )
+    elif arguments.style is not None:
+        found = f"--as {arguments.style} together with --node-rank"
+        expected = "one of them: --as simulates all hosts on this machine"
+    elif not 0 <= arguments.node_rank < arguments.nodes:
+        found = f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}"
+        expected = f"a node rank from 0 to {arguments.nodes - 1}, another one on each host"
+    elif not arguments.main_address.strip():
+        found, expected = "an empty --main-address", "name or address of host 0"
+    else:
+        return
+    raise UsageError("HT804", found, expected, _MANUAL)

@@ -1,18 +1,17 @@
 """`hpctrain shards`: write folders of images to tar files, and the index of tar files."""
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
 
+from hpctrain.cli.argument_types import typed
 from hpctrain.data.shards import build_index, make
 from hpctrain.data.shards.index import path_of, shard_paths
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import UsageError
+from hpctrain.tools.bench.measure import size
 
 __all__ = ["add"]
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shard-size",
         metavar="SIZE",
-        type=_size,
+        type=typed("size such as 500M or 1G", size),
         default="1G",
         help="size of a tar file (default: 1G)",
     )
@@ -54,14 +53,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     command.set_defaults(command=_index)
 
 
-def _size(text: str) -> int:
-    """Convert a number with K, M, G or T to bytes."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500M or 1G")
-    return int(match[1]) * _UNITS[match[2]]
-
-
 def _make(arguments: argparse.Namespace) -> int:
     splits = [name for name in arguments.splits.split(",") if name]
     make(arguments.source, arguments.target, splits, arguments.shard_size, _Progress())
@@ -70,15 +61,19 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    folder = arguments.path
     try:
-        names = sorted(folder.glob("*-*.tar")) if folder.is_dir() else []
-        splits = sorted({path.name.rpartition("-")[0] for path in names})
-        splits = [split for split in splits if shard_paths(folder, split)]
+        return _write_indices(arguments.path)
     except OSError as error:
         raise UsageError(
-            "HT825", f"{error.filename}: {error.strerror}", "a folder that can be read"
+            "HT825",
+            f"{error.filename or arguments.path}: {error.strerror}",
+            "tar files that can be read, in a folder that can be written",
         ) from None
+
+
+def _write_indices(folder: Path) -> int:
+    names = {path.name.rpartition("-")[0] for path in folder.glob("*-*.tar")}
+    splits = [split for split in sorted(names) if shard_paths(folder, split)]
     if not splits:
         raise UsageError(
             "HT825", f"{folder} has no tar files", f"{folder}/SPLIT-000000.tar, …", "another PATH"
@@ -92,11 +87,8 @@ def _index(arguments: argparse.Namespace) -> int:
             index = build_index(folder, split)
             index.write(path)
         except OSError as error:
-            raise HpctrainError(
-                "HT825",
-                f"{error.filename or path}: {error.strerror}",
-                "tar files that can be read, and a folder that can be written",
-            ) from None
+            error.filename = error.filename or path
+            raise
         sys.stdout.write(
             f"{path}: {len(index):,} images of {len(index.classes):,} classes in "
             f"{len(index.shards):,} tar files\n"
@@ -105,28 +97,14 @@ def _index(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Progress line on standard error, written each second on a terminal, else every 30 s."""
+    """Line on standard error every 10 s, and at the end of each split."""
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._next = 0.0
-        self._split = self._line = ""
+    _next = 0.0
 
     def __call__(self, split: str, done: int, samples: int, written: int) -> None:
         """Show how many images and bytes of a split are written."""
-        if split != self._split:
-            self._split, self._begin, self._next = split, time.monotonic(), 0.0
-        now = time.monotonic() - self._begin
-        if done < samples and now < self._next:
-            return
-        self._next = now + (1 if self._terminal else 30)
-        line = (
-            f"{split}: {done:,} of {samples:,} images, {written / 1e9:.2f} GB, "
-            f"{done / max(now, 1e-3):,.0f} images/s"
-        )
-        begin = "\r" if self._terminal else ""
-        end = "" if self._terminal and done < samples else "\n"
-        sys.stderr.write(f"{begin}{line.ljust(len(self._line))}{end}")
-        sys.stderr.flush()
-        self._line = line
+        now = time.monotonic()
+        if done == samples or now >= self._next:
+            self._next = now + 10
+            size = f"{written / 1e9:.2f} GB"
+            sys.stderr.write(f"{split}: {done:,} of {samples:,} images, {size}\n")

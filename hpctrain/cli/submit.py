@@ -13,6 +13,7 @@ from hpctrain.cli.job_options import (
     no_command,
     spec_from,
 )
+from hpctrain.cli.terminal import note
 from hpctrain.cluster.texts import printable
 from hpctrain.jobs import site
 from hpctrain.jobs.spec import JobSpec
@@ -66,8 +67,8 @@ def _main(arguments: argparse.Namespace) -> int:
         return _dry_run(described, spec)
     log = job_paths.log_size(spec, os.environ)
     submitted = submission.send(spec, os.environ)
-    for note in submitted.notes:
-        _print_line(note)
+    for line in submitted.notes:
+        note(line)
     sys.stdout.write(f"{submitted.job}\n")
     sys.stdout.flush()
     _print_next(spec, submitted.job)
@@ -101,20 +102,20 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
     sys.stdout.buffer.write(submission.text(spec).encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     for name, (_, source) in site.defaults(described, os.environ).items():
-        _print_line(f"{name}: from {source}")
+        note(f"{name}: from {source}")
     clean, ignored = job_environment.environ(spec, os.environ)
-    for note in (*notes, *ignored):
-        _print_line(note)
+    for line in (*notes, *ignored):
+        note(line)
     if not_passed := sorted(set(os.environ) - set(clean)):
-        _print_line(f"not passed to the job: {', '.join(not_passed)}")
+        note(f"not passed to the job: {', '.join(not_passed)}")
     folder = job_paths.log_folder(spec, os.environ)
     if not folder.is_dir():
-        _print_line(f"would create the folder {folder}")
-    _print_line(f"would submit this script in {os.getcwd()}: sbatch --parsable < SCRIPT")
+        note(f"would create the folder {folder}")
+    note(f"would submit this script in {os.getcwd()}: sbatch --parsable < SCRIPT")
     for line in submission.trial(spec, os.environ).splitlines() or [
         "no sbatch here, so Slurm was not asked whether it accepts the job"
     ]:
-        _print_line(line)
+        note(line)
     return 0
 
 
@@ -124,16 +125,16 @@ def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
 
     log = waiting.Log(log_size, sys.stderr.buffer) if follow and not spec.indices else None
     try:
-        outcomes = waiting.wait(job, os.environ, _print_line, log)
+        outcomes = waiting.wait(job, os.environ, note, log)
     except KeyboardInterrupt:
-        _print_line(f"job {job} continues")
+        note(f"job {job} continues")
         _print_next(spec, job)
         return _DETACHED
     code = waiting.worst(outcomes)
     states = ", ".join(sorted({outcome.state.lower() for outcome in outcomes}))
     if spec.indices:
         _print_table(spec, outcomes)
-    _print_line(f"job {job} has ended: {states}, exit code {code}")
+    note(f"job {job} has ended: {states}, exit code {code}")
     _print_failures(job, outcomes)
     return code
 
@@ -162,12 +163,7 @@ def _print_failures(job: str, outcomes: "list[JobOutcome]") -> None:
     for outcome in failed[:_MOST_FAILURES]:
         if outcome.job is not None:
             if outcome.label != job:
-                _print_line(f"job {outcome.label}: {outcome.state.lower()}")
+                note(f"job {outcome.label}: {outcome.state.lower()}")
             sys.stderr.write(job_tables.details(job_status.of_queued(outcome.job, os.environ)))
     if len(failed) > _MOST_FAILURES:
-        _print_line(f"and {len(failed) - _MOST_FAILURES} more")
-
-
-def _print_line(line: str) -> None:
-    sys.stderr.write(f"hpctrain: {line}\n")
-    sys.stderr.flush()
+        note(f"and {len(failed) - _MOST_FAILURES} more")

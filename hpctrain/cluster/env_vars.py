@@ -43,107 +43,42 @@ OF_A_SHELL = (PTY_PORT, KERNEL)
 
 # The fields of a `World`, for a rank of `hpctrain run`.
 WORLD = (
-    "HPCTRAIN_RANK",
-    "HPCTRAIN_WORLD_SIZE",
-    "HPCTRAIN_LOCAL_RANK",
-    "HPCTRAIN_LOCAL_WORLD_SIZE",
-    "HPCTRAIN_NODE_RANK",
-    "HPCTRAIN_NUM_NODES",
-    "HPCTRAIN_HOSTS",
+    *("HPCTRAIN_RANK", "HPCTRAIN_WORLD_SIZE", "HPCTRAIN_LOCAL_RANK", "HPCTRAIN_LOCAL_WORLD_SIZE"),
+    *("HPCTRAIN_NODE_RANK", "HPCTRAIN_NUM_NODES", "HPCTRAIN_HOSTS"),
 )
 
 # Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
 _OF_ONE_RANK = (
-    *WORLD,
-    LAUNCHER,
-    HOSTNAME,
-    START,
-    LAUNCHED,
-    MAIN_ADDRESS,
-    MAIN_PORT,
-    EXIT_STATUS_FILE,
-    EVIDENCE,
-    STOP_FILE,
-    MEMORY,
-    SCRATCH,
-    COMMIT,
-    AGENT,
+    *(*WORLD, LAUNCHER, HOSTNAME, START, LAUNCHED, MAIN_ADDRESS, MAIN_PORT),
+    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, MEMORY, SCRATCH, COMMIT, AGENT),
 )
-
-SCRUB_NAMES = frozenset(
-    {
-        *_OF_ONE_RANK,
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "ROLE_NAME",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        "HYDI_CONTROL_FD",
-        "I_MPI_HYDRA_UUID",
-        "PRTE_LAUNCHED",
-        # What horovodrun sets; the other HOROVOD_* variables are settings of the user. Source:
-        # horovod/runner/gloo_run.py and horovod/runner/mpi_run.py, Horovod 0.28.1.
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-        "HOROVOD_CROSS_RANK",
-        "HOROVOD_CROSS_SIZE",
-        "HOROVOD_HOSTNAME",
-        "HOROVOD_CONTROLLER",
-        "HOROVOD_CPU_OPERATIONS",
-        "HOROVOD_GLOO_IFACE",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT",
-        "HOROVOD_ELASTIC",
-    }
+_OF_LAUNCHERS = (
+    # torchrun, and env://
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    # MPI
+    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "I_MPI_HYDRA_UUID"),
+    "PRTE_LAUNCHED",
+    # What horovodrun sets; the other HOROVOD_* variables are settings of the user. Source:
+    # horovod/runner/gloo_run.py and horovod/runner/mpi_run.py, Horovod 0.28.1.
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER"),
+    *("HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_IFACE", "HOROVOD_ELASTIC"),
+    *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
+SCRUB_NAMES = frozenset((*_OF_ONE_RANK, *_OF_LAUNCHERS))
 SCRUB_PREFIXES = (
-    "SLURM_",
-    "SLURMD_",
-    "SBATCH_",
-    "SRUN_",
-    "TORCHELASTIC_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "MV2_",
-    "MPISPAWN_",
-    "PALS_",
-    "JSM_",
-    "FLUX_",
-    "SUBMITIT_",
-    "LSB_",
-    "PBS_",
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MV2_"),
+    *("MPISPAWN_", "PALS_", "JSM_", "FLUX_", "SUBMITIT_", "LSB_", "PBS_"),
 )
 
 # Variables of a scheduler that describe a job and not one of its tasks. They apply to every
 # process of the job. `cluster.job` reads most of them.
 OF_THE_JOB = (
-    "SLURM_CLUSTER_NAME",
-    "SLURM_JOB_ID",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_RESTART_COUNT",
-    "SLURM_JOB_END_TIME",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_JOB_NODELIST",
-    "SLURM_SUBMIT_DIR",
-    "SLURM_NTASKS",
-    "SLURM_STEP_ID",
-    "SLURM_GPUS_ON_NODE",
-    "LSB_JOBID",
-    "LSB_JOBINDEX",
-    "PBS_JOBID",
-    "FLUX_JOB_ID",
+    *("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"),
+    *("SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"),
+    *("SLURM_SUBMIT_DIR", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE"),
+    *("LSB_JOBID", "LSB_JOBINDEX", "PBS_JOBID", "FLUX_JOB_ID"),
 )
 _NETWORK_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
 _SECRETIVE = re.compile(r"SECRET|TOKEN|PASS|KEY|CRED|AUTH")

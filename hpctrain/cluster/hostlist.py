@@ -11,11 +11,11 @@ also refused (it reads `n[1,2` as `n]` and `2`); tests/cluster/test_hostlist_sco
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hpctrain.errors import UsageError
 
-__all__ = ["compress", "expand", "first"]
+__all__ = ["compress", "expand"]
 
 # Limits of scontrol: for a range, for a bracket followed by another, and for a number (it counts
 # with 64 bits, and goes one step beyond the last number that it prints).
@@ -26,14 +26,11 @@ _MOST_HOSTS = 2**20
 _MOST_CHARACTERS = 2**26
 _TOO_MANY = f"more than {_MOST_HOSTS} hosts, or than {_MOST_CHARACTERS} characters in their names"
 
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+# A bracket with its inside, text outside of brackets, separators, or a bracket without its other.
+_TOKEN = re.compile(r"\[([^\[\]]*)\]|([^\[\], \t]+)|[, \t]+|([\[\]])")
 _NAME = re.compile(r"[^\[\], ]+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_LONG = len(str(_LARGEST_NUMBER))
-# Possessive, and only from the first digit on: even a megabyte of digits is scanned only once.
-_LONG_NUMBER = re.compile(rf"(?<![0-9])[0-9]{{{_LONG},}}+(?=,|\Z)")
 _DIGITS = "0123456789"
-_PAIRS = [tens + ones for tens in _DIGITS for ones in _DIGITS]
 
 _Range = tuple[int, int, int]  # low, high, and the width to fill with zeros
 _Term = list[tuple[str, list[_Range]]]  # text before each bracket, and ranges of the bracket
@@ -47,41 +44,36 @@ def expand(expression: str) -> list[str]:
             contains the position.
     """
     hosts: list[str] = []
-    for term, plain, position in _pieces(expression):
-        if term:
-            hosts += _bracketed(term)
-        if plain:
-            hosts += _plain(expression, plain, position)
-        if len(hosts) > _MOST_HOSTS:
-            raise _too_many(expression, position)
+    characters = 0
+    term: _Term = []
+    text, start = "", 0
+    for token in _TOKEN.finditer(f"{expression},"):
+        body, outside, unbalanced = token.groups()
+        position = token.start()
+        if not (term or text):
+            start = position
+        if unbalanced:
+            raise _unbalanced(expression, position)
+        if outside:
+            if not outside.isprintable():
+                raise _not_printable(expression, outside, position)
+            text = outside
+        elif body is not None:
+            term.append((text, _ranges(expression, body, position + 1)))
+            text = ""
+        elif term or text:  # a separator ends a name
+            if term and text:
+                problem = "text after the last bracket of a name, which Slurm does not accept"
+                raise _malformed(expression, position - len(text), problem)
+            if not term:
+                _check_number(expression, text, start)
+            count, length = _size(expression, term, start) if term else (1, len(text))
+            characters += count * length
+            if len(hosts) + count > _MOST_HOSTS or characters > _MOST_CHARACTERS:
+                raise _malformed(expression, start, _TOO_MANY)
+            hosts += _names(term) if term else [text]
+            term, text = [], ""
     return hosts
-
-
-def first(expression: str) -> str:
-    """Return the first host name of an expression, without expanding the others.
-
-    All names with brackets are checked as in `expand`. A plain name is checked only if it is the
-    result: checking the characters, numbers and count of the other plain names would take longer
-    than all other work.
-
-    Raises:
-        UsageError: the expression is malformed, or contains no host.
-    """
-    found = ""
-    for term, plain, position in _pieces(expression):
-        if found:
-            continue
-        if term:
-            found = "".join(f"{text}{ranges[0][0]:0{ranges[0][2]}d}" for text, ranges in term)
-        elif name := plain.lstrip(",").partition(",")[0]:
-            (found,) = _plain(expression, name, position + plain.index(name))
-    if not found:
-        raise UsageError(
-            "HT105",
-            f"the host list {_shown(expression)} is empty",
-            "at least one host name, such as node[01-03,7],login",
-        )
-    return found
 
 
 def compress(hosts: Iterable[str]) -> str:
@@ -107,52 +99,6 @@ def compress(hosts: Iterable[str]) -> str:
     return ",".join(
         _compressed(text, [number for _, number in group]) for (text, _), group in groups
     )
-
-
-def _pieces(expression: str) -> Iterator[tuple[_Term, str, int]]:
-    """Yield each term with brackets, or an empty one, the plain names after it and their position.
-
-    The terms and their number of hosts have been checked. The plain names have not been checked;
-    their separators are commas.
-    """
-    hosts = characters = 0
-    for written, plain, position in _split(expression):
-        term: _Term = []
-        for text, body, inside in written:
-            _check_printable(expression, text, inside - 1 - len(text))
-            term.append((text, _ranges(expression, body, inside)))
-        if term:
-            start = written[0][2] - 1 - len(written[0][0])
-            count, length = _size(expression, term, start)
-            hosts += count
-            characters += count * length
-            if hosts > _MOST_HOSTS or characters > _MOST_CHARACTERS:
-                raise _too_many(expression, start)
-        yield term, plain, position
-
-
-def _split(expression: str) -> Iterator[tuple[list[tuple[str, str, int]], str, int]]:
-    """Yield the same pieces unparsed: text, inside of the bracket, and position of the inside."""
-    # Splitting at the brackets keeps any number of plain names in one piece. Without a bracket,
-    # `in` is much faster than a pattern.
-    pieces = _BRACKET.split(expression) if "[" in expression else [expression]
-    written: list[tuple[str, str, int]] = []
-    position = 0
-    for spaced, body in itertools.zip_longest(pieces[::2], pieces[1::2]):
-        if "[" in spaced or "]" in spaced:
-            raise _unbalanced(expression)
-        text = spaced.replace(" ", ",").replace("\t", ",")
-        cut = len(text) if body is None else text.rfind(",") + 1
-        if cut or body is None:
-            if written and cut and text[0] != ",":
-                problem = "text after the last bracket of a name, which Slurm does not accept"
-                raise _malformed(expression, position, problem)
-            yield written, text[:cut], position
-            written = []
-        if body is not None:
-            inside = position + len(text) + 1
-            written.append((text[cut:], body, inside))
-            position = inside + len(body) + 1
 
 
 def _ranges(expression: str, body: str, position: int) -> list[_Range]:
@@ -187,55 +133,24 @@ def _size(expression: str, term: _Term, start: int) -> tuple[int, int]:
             raise _malformed(expression, start, problem)
         hosts *= numbers
         if hosts > _MOST_HOSTS:  # inside the loop: with many brackets the product would become huge
-            raise _too_many(expression, start)
+            raise _malformed(expression, start, _TOO_MANY)
         length += len(text) + max(max(width, len(str(high))) for _, high, width in ranges)
     return hosts, length
 
 
-def _bracketed(term: _Term) -> list[str]:
+def _names(term: _Term) -> list[str]:
     """Return the names of one term, `rack[1-2]node[3-4]`; the last bracket changes fastest."""
-    parts: list[list[str]] = []
-    for text, ranges in term:
-        parts.append([])
-        for span in ranges:
-            parts[-1] += _numbered(text, *span)
-    *others, last = parts
-    if len(others) < 2:
-        return [head + name for head in others[0] for name in last] if others else last
-    # After the last bracket scontrol changes the first, then the second, and so on. Each name is
-    # joined in one step: joining piece by piece would be very slow with thousands of brackets.
+    *others, last = (
+        [
+            f"{text}{number:0{width}d}"
+            for low, high, width in ranges
+            for number in range(low, high + 1)
+        ]
+        for text, ranges in term
+    )
+    # After the last bracket scontrol changes the first, then the second, and so on.
     turned = itertools.product(*reversed(others), last)
-    return ["".join((*names[-2::-1], names[-1])) for names in turned]
-
-
-def _numbered(text: str, low: int, high: int, width: int) -> list[str]:
-    """Return the text with each number of a range."""
-    # Formatting a number takes six times as long as joining two strings. So for a long range only
-    # the hundreds are formatted, and 00 to 99 are appended to each. Numbers below 100 have
-    # hundreds only if the width adds zeros.
-    begin = max(-(-low // 100), 0 if width > 2 else 1)
-    end = (high + 1) // 100
-    if begin >= end:
-        return [f"{text}{number:0{width}d}" for number in range(low, high + 1)]
-    hundreds = [f"{text}{number:0{max(width - 2, 1)}d}" for number in range(begin, end)]
-    return [
-        *(f"{text}{number:0{width}d}" for number in range(low, begin * 100)),
-        *[head + pair for head in hundreds for pair in _PAIRS],
-        *(f"{text}{number:0{width}d}" for number in range(end * 100, high + 1)),
-    ]
-
-
-def _plain(expression: str, text: str, position: int) -> list[str]:
-    """Return the names in a text without brackets, separated by commas."""
-    names = list(filter(None, text.split(",")))
-    _check_printable(expression, text, position)
-    # Checking all lengths takes a fifth of the time of searching for long numbers.
-    if max(map(len, names), default=0) >= _LONG:
-        for match in _LONG_NUMBER.finditer(text):
-            if _value(match[0]) > _LARGEST_NUMBER:
-                problem = "a name that ends in a number larger than Slurm can count"
-                raise _malformed(expression, position + match.start(), problem)
-    return names
+    return ["".join((*parts[-2::-1], parts[-1])) for parts in turned]
 
 
 def _compressed(text: str, numbers: list[str]) -> str:
@@ -263,40 +178,37 @@ def _check_name(name: str) -> None:
             f"{_shown(name)} cannot be part of a host list",
             "a name without commas, brackets, spaces and control characters",
         )
-    if len(name) >= _LONG:
-        _plain(name, name, 0)
+    _check_number(name, name, 0)
 
 
-def _check_printable(expression: str, text: str, position: int) -> None:
-    if not text.isprintable():
-        place = next(place for place, character in enumerate(text) if not character.isprintable())
-        problem = f"the character {text[place]!r}, which no host name has"
-        raise _malformed(expression, position + place, problem)
+def _check_number(expression: str, name: str, position: int) -> None:
+    """Check the number at the end of a name without brackets."""
+    text = name.rstrip(_DIGITS)
+    if _value(name[len(text) :]) > _LARGEST_NUMBER:
+        problem = "a name that ends in a number larger than Slurm can count"
+        raise _malformed(expression, position + len(text), problem)
+
+
+def _not_printable(expression: str, text: str, position: int) -> UsageError:
+    place = next(place for place, character in enumerate(text) if not character.isprintable())
+    problem = f"the character {text[place]!r}, which no host name has"
+    return _malformed(expression, position + place, problem)
 
 
 def _value(digits: str) -> int:
     """Return the number, or a number that is too large: int() refuses thousands of digits."""
     digits = digits.lstrip("0")
-    return int(digits or "0") if len(digits) <= _LONG else _LARGEST_NUMBER + 1
+    return int(digits or "0") if len(digits) <= 20 else _LARGEST_NUMBER + 1
 
 
-def _unbalanced(expression: str) -> UsageError:
-    """Return an error with the position of the unbalanced bracket, which has to exist."""
-    opened = -1
-    for match in re.finditer(r"[\[\]]", expression):
-        if (match[0] == "[") == (opened >= 0):
-            problem = (
-                "a bracket inside of a bracket"
-                if opened >= 0
-                else "a closing bracket that nothing opened"
-            )
-            return _malformed(expression, match.start(), problem)
-        opened = match.start() if match[0] == "[" else -1
-    return _malformed(expression, opened, "a bracket that is never closed")
-
-
-def _too_many(expression: str, position: int) -> UsageError:
-    return _malformed(expression, position, _TOO_MANY)
+def _unbalanced(expression: str, position: int) -> UsageError:
+    """Return the error for a bracket without its other one."""
+    if expression[position] == "]":
+        return _malformed(expression, position, "a closing bracket that nothing opened")
+    following = re.compile(r"[\[\]]").search(expression, position + 1)
+    if following is None:
+        return _malformed(expression, position, "a bracket that is never closed")
+    return _malformed(expression, following.start(), "a bracket inside of a bracket")
 
 
 def _malformed(expression: str, position: int, problem: str) -> UsageError:

@@ -44,27 +44,20 @@ class World:
     def __post_init__(self) -> None:
         if self.world_size > _MOST_RANKS:
             raise self._contradiction(f"world_size {self.world_size}", f"at most {_MOST_RANKS}")
-        below = (
-            ("rank", self.rank, "world_size", self.world_size),
-            ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
-            ("local_rank", self.local_rank, "world_size", self.world_size),
-            ("node_rank", self.node_rank, "num_nodes", self.num_nodes),
-        )
-        for name, value, limit_name, limit in below:
-            if value is not None and limit is not None and not 0 <= value < limit:
-                raise self._contradiction(
-                    f"{name} {value} and {limit_name} {limit}",
-                    f"{name} from 0 to {limit_name} - 1",
-                )
-        at_most = (
-            ("local_world_size", self.local_world_size, "world_size", self.world_size),
-            ("num_nodes", self.num_nodes, "world_size", self.world_size),
-        )
-        for name, value, limit_name, limit in at_most:
-            if value is not None and value > limit:
-                raise self._contradiction(
-                    f"{name} {value} and {limit_name} {limit}", f"at most as many as {limit_name}"
-                )
+        for name, limit_name, below in (
+            ("rank", "world_size", True),
+            ("local_rank", "local_world_size", True),
+            ("local_rank", "world_size", True),
+            ("node_rank", "num_nodes", True),
+            ("local_world_size", "world_size", False),
+            ("num_nodes", "world_size", False),
+        ):
+            value, limit = getattr(self, name), getattr(self, limit_name)
+            if value is None or limit is None or 0 <= value < limit + (not below):
+                continue
+            expected = f"from 0 to {limit_name} - 1" if below else f"at most {limit_name}"
+            found = f"{name} {value} and {limit_name} {limit}"
+            raise self._contradiction(found, f"{name} {expected}")
         local, nodes = self.local_world_size, self.num_nodes
         if nodes is not None and (
             nodes < 1

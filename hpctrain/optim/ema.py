@@ -28,12 +28,9 @@ class EMA:
 
     Args:
         models: models whose parameters are averaged; a shared parameter counts once.
-        decay: decay per optimizer step, at least 0 and below 1.
+        decay: decay per optimizer step, above 0 and below 1.
         source: function from a parameter to the tensor to average, such as the fp32 weights from
             which a half-precision parameter is rounded; called in each update.
-
-    Raises:
-        UsageError: the decay is below 0, or not below 1.
 
     Source: Polyak and Juditsky 1992, doi 10.1137/0330046; in this form, Szegedy et al. 2016, arXiv
     1512.00567, section 8.
@@ -45,13 +42,6 @@ class EMA:
         decay: float,
         source: Callable[[nn.Parameter], Tensor] = _itself,
     ) -> None:
-        if not 0 <= decay < 1:
-            raise UsageError(
-                "HT406",
-                f"an average of the weights with decay {decay}",
-                "from 0 to below 1",
-                "--ema 0.999",
-            )
         self.decay = decay
         self._source = source
         self._models = list(models)
@@ -160,11 +150,14 @@ class EMA:
             CheckpointError: the state belongs to other models; then nothing is changed.
         """
         own, loaded = self.state_dict()["averages"], state["averages"]
-        found, expected = ([_shapes(model) for model in models] for models in (loaded, own))
-        if found != expected:
+        found, expected = _shapes(loaded), _shapes(own)
+        other = [key for key in expected | found if found.get(key) != expected.get(key)]
+        if other:
+            name, number = other[0]
+            shapes = f"{found.get(other[0], 'missing')}, not {expected.get(other[0], 'there')}"
             raise CheckpointError(
                 "HT405",
-                f"averages of other weights: {_difference(found, expected)}",
+                f"averages of other weights: {name} of model {number} is {shapes}",
                 "averages of the same models, in the same order",
                 "resume with the script and options that wrote the checkpoint",
                 "leave --ema out",
@@ -182,18 +175,10 @@ def _put(values: Mapping[Any, Tensor]) -> None:
             torch._foreach_copy_(tensors, [values[tensor] for tensor in tensors])
 
 
-def _shapes(averages: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(average.shape) for name, average in averages.items()}
-
-
-def _difference(
-    found: list[dict[str, tuple[int, ...]]], expected: list[dict[str, tuple[int, ...]]]
-) -> str:
-    """Describe the first difference."""
-    if len(found) != len(expected):
-        return f"{len(found)} models, not {len(expected)}"
-    for actual, wanted in zip(found, expected, strict=True):
-        for name in {**wanted, **actual}:
-            if actual.get(name) != wanted.get(name):
-                return f"{name} is {actual.get(name, 'missing')}, not {wanted.get(name, 'there')}"
-    return "none"
+def _shapes(models: Sequence[Mapping[str, Tensor]]) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Return the shape of each average, by its name and the number of its model."""
+    return {
+        (name, number): tuple(average.shape)
+        for number, averages in enumerate(models)
+        for name, average in averages.items()
+    }

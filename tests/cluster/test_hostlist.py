@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cli import main
-from hpctrain.cluster.hostlist import compress, expand, first
+from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.errors import UsageError
 
 # Expressions and their hosts; test_hostlist_scontrol.py compares them with scontrol.
@@ -157,21 +157,6 @@ def test_malformed_hostlist_is_refused_with_the_position(expression, position):
     assert (caught.value.exit_code, caught.value.code) == (2, "HT105")
 
 
-@pytest.mark.parametrize(("expression", "position"), MALFORMED)
-def test_hostlist_first_refuses_wrong_brackets_anywhere(expression, position):
-    with pytest.raises(UsageError, match=f"position {position}:"):
-        first(expression)
-    with pytest.raises(UsageError, match=f"position {position + 8}:"):
-        first("n1,n[2]," + expression)
-
-
-@pytest.mark.parametrize("name", ["n\0", "n\n", "n99999999999999999999"])
-def test_hostlist_first_ignores_later_plain_names(name):
-    assert first(f"n1,{name}") == "n1"
-    with pytest.raises(UsageError, match=r"position [23]:"):
-        first(f", {name},n1")
-
-
 def test_hostlist_leading_zeros_and_suffixes_of_numbers():
     names = ["n18446744073709551614", "n" + "1".zfill(5000), "99999999999999999999-ib"]
     assert expand(",".join(names)) == names
@@ -206,25 +191,6 @@ def test_huge_hostlist_is_refused_at_once(expression):
 def test_error_of_a_long_hostlist_shows_the_wrong_part():
     with pytest.raises(UsageError, match=r"'…?.*n1,n1,n\[7-5\],n1.*position 3002:"):
         expand("n1," * 1000 + "n[7-5]" + ",n1" * 1000)
-
-
-@pytest.mark.parametrize(
-    ("expression", "host"),
-    [
-        ("rack[1-2]node[3-4],z", "rack1node3"),
-        (" ,n[08-11,3]", "n08"),
-        (",, a b,n[1]", "a"),
-        ("z,n[1]", "z"),
-    ],
-)
-def test_hostlist_first_is_the_first_host(expression, host):
-    assert first(expression) == host == expand(expression)[0]
-
-
-@pytest.mark.parametrize("expression", ["", ",", " \t"])
-def test_hostlist_first_of_an_empty_list_is_refused(expression):
-    with pytest.raises(UsageError, match="empty"):
-        first(expression)
 
 
 @pytest.mark.parametrize(
@@ -345,5 +311,3 @@ def test_hostlist_of_random_parts_expands_in_order(terms):
     expression, names = join_terms(terms)
     assert expand(expression) == names
     assert expand(compress(names)) == names
-    if names:
-        assert first(expression) == names[0]

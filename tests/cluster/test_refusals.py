@@ -14,7 +14,7 @@ from hpctrain.cluster import launchers
 from hpctrain.cluster.launchers import Process, survey
 from hpctrain.cluster.launchers.ancestors import LAUNCHING, Ancestor
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError, UsageError
+from hpctrain.errors import UsageError
 
 # Four tasks on two hosts: one task of a step in the job.
 STEP = {
@@ -257,16 +257,9 @@ def test_local_rank_argument_of_torch_distributed_launch_is_read():
     assert survey(STEP, process).world.local_rank == 0
 
 
-def test_local_rank_argument_and_variable_that_disagree_are_refused():
+def test_local_rank_of_the_variable_has_precedence_over_the_argument():
     process = Process(("python", "train.py", "--local_rank=2"))
-    with pytest.raises(ContradictionError) as caught:
-        survey({**ENV_LAUNCHER, "LOCAL_RANK": "1"}, process)
-    assert "LOCAL_RANK=1" in caught.value.found
-    assert "--local-rank=2" in caught.value.found
-    assert caught.value.code == "HT104"
-    take_out, unset = caught.value.fixes
-    assert take_out == "remove --local-rank from the command"
-    assert unset.endswith("unset LOCAL_RANK")
+    assert survey({**ENV_LAUNCHER, "LOCAL_RANK": "1"}, process).world.local_rank == 1
     assert survey(ENV_LAUNCHER, process).world.local_rank == 2
 
 

@@ -365,11 +365,6 @@ def test_fix_takes_the_local_rank_argument_out_and_unsets_no_option():
     with pytest.raises(HpctrainError) as caught:
         survey({"RANK": "1", "WORLD_SIZE": "2"}, process)
     assert "unset --" not in str(caught.value)
-    process = Process(("python", "train.py", "--local_rank", "0"))
-    with pytest.raises(HpctrainError) as caught:
-        survey(launcher_variables("torchrun"), process)
-    assert caught.value.code == "HT104"
-    assert not caught.value.fixes[0].startswith("unset LOCAL_RANK")
 
 
 def test_numbers_of_any_length_are_read():

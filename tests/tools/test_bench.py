@@ -85,7 +85,7 @@ def test_bench_refuses_invalid_size(text, capsys):
     with pytest.raises(ValueError, match="such as 4B"):
         measure.size(text)
     assert bench("checkpoint", f"--size={text}") == 2
-    assert "invalid size such as 64kB" in capsys.readouterr().err
+    assert "is no size such as 64kB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,15 +156,6 @@ def test_bench_json_refused_before_measuring(path, tmp_path, monkeypatch, capsys
     assert bench("step", "--json", path) == 2
     assert "--json FILE\n  more:     hpctrain explain HT904\n" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", ["link", "pipe", "/dev/stdout"])
-def test_bench_json_never_replaces_a_device_or_pipe(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(os.devnull)
-    assert bench("step", "--json", path) == 2
-    assert f"--json {path} cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.slow

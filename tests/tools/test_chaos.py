@@ -48,8 +48,10 @@ def test_job_that_has_ended_is_left_alone(slurm, capsys):
     "words", [["--kinds", "kill,none"], ["--count", "0"], ["--mean", "nan"], ["--mean", "-1"]]
 )
 def test_wrong_values(slurm, capsys, words):
-    assert main(["chaos", "7", *words]) == 2
-    assert "HT804" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["chaos", "7", *words])
+    assert caught.value.code == 2
+    assert f"argument {words[0]}: '{words[1]}' is no" in capsys.readouterr().err
 
 
 def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from hpctrain.tools.horovod_build.plan import (
     decide,
 )
 
+TOP = Path(__file__).resolve().parents[2]
 TORCH = Torch("2.15.0+cu132", "13.2", "/torch/include", "/site/nvidia/nccl")
 CPU = Plan(TORCH)
 GPU = Plan(TORCH, Cuda(Path("/cuda"), "13.0"))
@@ -336,27 +336,7 @@ def test_wheel_cache_has_no_partial_wheel_after_disk_full(compiled, monkeypatch)
         wheel.get(CPU, compiled[1], quiet)
     built = caught.value.fixes[1].removeprefix("take the wheel from ")
     assert Path(built).read_bytes() == b"whole"
-    assert [path.name for path in wheel.place(CPU, compiled[1]).iterdir()] == [".lock"]
-
-
-def test_concurrent_builds_share_one_wheel(compiled):
-    done, env = compiled
-    lines, wheels, waits = [], [], threading.Event()
-
-    def note(line):
-        lines.append(line)
-        waits.set()
-
-    place = wheel.place(CPU, env)
-    with wheel._locked(place, quiet):
-        waiting = threading.Thread(target=lambda: wheels.append(wheel.get(CPU, env, note)))
-        waiting.start()
-        assert waits.wait(60)
-        built = wheel_in(place)
-    waiting.join(60)
-    assert wheels == [built]
-    assert not done
-    assert str(place) in lines[0]
+    assert [path.name for path in wheel.place(CPU, compiled[1]).iterdir()] == []
 
 
 @pytest.mark.parametrize(
@@ -420,7 +400,7 @@ def test_trial_of_horovod_names_a_failing_rank_and_ends(tmp_path):
         "import os, time\nif os.environ['HOROVOD_RANK'] == '1': raise ImportError('_ZN5torch')\n"
         "time.sleep(1000)"
     )
-    facts, why = check.try_out({**os.environ, "PYTHONPATH": str(tmp_path)})
+    facts, why = check.try_out({**os.environ, "PYTHONPATH": f"{tmp_path}:{TOP}"})
     assert not facts
     assert "_ZN5torch" in why
 
@@ -485,7 +465,6 @@ def test_second_build_only_checks_or_installs_the_cached_wheel(simulated, capsys
 def test_wheel_cache_may_be_read_only(simulated, tmp_path):
     run_build("--wheel-only")
     (folder,) = (tmp_path / "cache" / "horovod").iterdir()
-    (folder / ".lock").unlink()
     before = sorted(folder.iterdir())
     assert run_build() == 0
     assert sorted(folder.iterdir()) == before
@@ -555,6 +534,6 @@ def test_wheel_built_from_the_package_index(tmp_path, lacking):
     site = tmp_path / "site"
     with zipfile.ZipFile(done.stdout.strip()) as archive:
         archive.extractall(site)
-    facts, why = check.try_out({**os.environ, "PYTHONPATH": str(site)})
+    facts, why = check.try_out({**os.environ, "PYTHONPATH": f"{site}:{TOP}"})
     assert facts, why
     assert (facts["gloo"], facts["mpi"], facts["nccl"]) == (True, False, False)

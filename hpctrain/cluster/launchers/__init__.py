@@ -295,7 +295,7 @@ def readings(env: Environ) -> Iterator[Reading]:
 
 def _reason_ignored(chosen: Launcher, other: Launcher, env: Environ) -> str:
     if not other.matches(env):
-        return f"no {other.recognised_by}"
+        return f"no {other.recognised_by or ' or '.join(other.marks)}"
     if _starts(other, chosen):
         return f"describes the process that started {chosen.name}"
     if env.get(env_vars.LAUNCHER):

@@ -142,6 +142,7 @@ class Launcher:
         name: name in `World.launcher` and `$HPCTRAIN_LAUNCHER`.
         reason: reason for the place of the launcher in the table.
         marks: variables that identify the launcher; one of them is enough.
+        recognised_by: text for messages, if it is not the names of `marks`.
         inside: launchers that may have started this one. Their variables are inherited and
             describe other processes. The values of any other launcher have to be the same.
         variables: for each field of World, the variables that may hold it, the best one first.
@@ -156,6 +157,7 @@ class Launcher:
     name: ClassVar[str]
     reason: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()
+    recognised_by: ClassVar[str] = ""
     inside: ClassVar[frozenset[str]] = frozenset()
     variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     composed: ClassVar[Mapping[str, str]] = {}
@@ -187,11 +189,6 @@ class Launcher:
         later, when it is read, and the process does not train alone.
         """
         return any(env.get(name) for name in self.marks)
-
-    @property
-    def recognised_by(self) -> str:
-        """The variables that identify this launcher, as text for messages."""
-        return " or ".join(self.marks)
 
     def readable(self) -> Iterator[tuple[str, str]]:
         """Yield each field of World with a variable that may hold it, the best variable first."""

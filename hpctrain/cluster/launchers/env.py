@@ -10,9 +10,8 @@ torch/distributed/launch.py.
 from collections.abc import Sequence
 
 from hpctrain.cluster.launchers.ancestors import LOCAL_RANK_ARGUMENT
-from hpctrain.cluster.launchers.base import Claims, Environ, Launcher
+from hpctrain.cluster.launchers.base import Environ, Launcher
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError
 
 __all__ = ["EnvLauncher"]
 
@@ -42,25 +41,6 @@ class EnvLauncher(Launcher):
         """Return no hosts: the user sets the address of rank 0."""
         del env, world
         return ()
-
-    def claims(self, env: Environ) -> Claims:
-        """Return the values of the variables.
-
-        Raises:
-            ContradictionError: the argument and the variable have different local ranks.
-        """
-        claims = super().claims(env)
-        names = self.variables["local_rank"]
-        local_ranks = {name: env[name] for name in names if env.get(name)}
-        if len(set(local_ranks.values())) > 1:
-            raise ContradictionError(
-                "HT104",
-                " and ".join(f"{name}={value}" for name, value in local_ranks.items()),
-                "one local rank",
-                f"remove {LOCAL_RANK_ARGUMENT} from the command",
-                "if the old torch.distributed.launch sets the argument: unset LOCAL_RANK",
-            )
-        return claims
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the env:// variables and LOCAL_WORLD_SIZE; derive the port from `start`."""

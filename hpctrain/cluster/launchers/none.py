@@ -10,17 +10,13 @@ class NoLauncher(Launcher):
     """A single process that trains alone."""
 
     name = "none"
+    recognised_by = "other launcher"
     reason = "last: it matches every environment"
 
     def matches(self, env: Environ) -> bool:
         """Return True for every environment."""
         del env
         return True
-
-    @property
-    def recognised_by(self) -> str:
-        """The text for messages: no variable identifies this case."""
-        return "other launcher"
 
     def claims(self, env: Environ) -> Claims:
         """Return the values of rank 0 in a world of size 1."""

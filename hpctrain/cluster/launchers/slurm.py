@@ -6,6 +6,7 @@ but not the id of a step that srun started.
 Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ class SlurmStep(Launcher):
 
     name = "slurm"
     marks = ("SLURM_STEP_ID",)
+    recognised_by = "SLURM_STEP_ID of a step that srun started"
     reason = "before env://: batch scripts export RANK and MASTER_ADDR on top of srun"
     variables = {
         "rank": ("SLURM_PROCID",),
@@ -60,11 +62,6 @@ class SlurmStep(Launcher):
         job, _, title = env.get(SLURM_STEP, "").partition(".")
         # The slurmstepd of another job is ignored, as under `hpctrain run --as slurm`.
         return not title or job != env.get("SLURM_JOB_ID") or bool(_STEP.match(title))
-
-    @property
-    def recognised_by(self) -> str:
-        """The text for messages: a numeric step id."""
-        return "SLURM_STEP_ID of a step that srun started"
 
     def claims(self, env: Environ) -> Claims:
         """Return the values of the variables, the hosts, and the number of tasks on this host."""
@@ -168,14 +165,8 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _compress_counts(counts: Sequence[int]) -> str:
-    pieces: list[str] = []
-    start = 0
-    for end in range(1, len(counts) + 1):
-        if end == len(counts) or counts[end] != counts[start]:
-            times = end - start
-            pieces.append(f"{counts[start]}(x{times})" if times > 1 else str(counts[start]))
-            start = end
-    return ",".join(pieces)
+    runs = ((count, len(list(run))) for count, run in itertools.groupby(counts))
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
 
 
 def _tasks_here(text: str, claims: Claims) -> int:

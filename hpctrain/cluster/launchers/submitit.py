@@ -14,6 +14,7 @@ class SubmititLocal(Launcher):
     name = "submitit"
     reason = "before Slurm: its tasks inherit the variables of the step that it was called in"
     marks = ("SUBMITIT_EXECUTOR",)
+    recognised_by = "SUBMITIT_EXECUTOR=local"
     inside = frozenset({"slurm", "pmi"})
     variables = {
         "rank": ("SUBMITIT_LOCAL_GLOBALID",),
@@ -31,8 +32,3 @@ class SubmititLocal(Launcher):
         In a Slurm job the SUBMITIT_LOCAL_* variables can come from an outer start.
         """
         return env.get("SUBMITIT_EXECUTOR") == "local"
-
-    @property
-    def recognised_by(self) -> str:
-        """The text for messages: the name of the executor."""
-        return "SUBMITIT_EXECUTOR=local"

@@ -2,41 +2,38 @@
 
 A cluster may have no Slurm, a container may lack its commands, and a busy controller may answer
 late. These cases are normal: the result is `None` or `NoAnswerError`, and a run never fails.
-
-Each public name is imported at its first use, so that submitting a job takes only 0.1 s.
 """
 
-from typing import TYPE_CHECKING
-
-from hpctrain._lazy import lazy
-
-if TYPE_CHECKING:
-    from hpctrain.cluster.slurm.accounting import Ended, accounts, ended, qualities
-    from hpctrain.cluster.slurm.batch import (
-        Answer,
-        batch_script,
-        cancel,
-        requeue,
-        requeue_unended,
-        sbatch,
-        signal_batch,
-    )
-    from hpctrain.cluster.slurm.command import NoAnswerError
-    from hpctrain.cluster.slurm.nodes import excludable, exclude, slurmd_address
-    from hpctrain.cluster.slurm.queue import QueuedJob, jobs
-    from hpctrain.cluster.slurm.sinfo import Partition, partitions
-    from hpctrain.cluster.slurm.states import (
-        ENDED,
-        FORGOTTEN,
-        JobState,
-        end_time,
-        first_step,
-        hosts_left,
-        is_label,
-        job_state,
-        script_path,
-        step_is_active,
-    )
+from hpctrain.cluster.slurm.accounting import Ended, accounts, ended, qualities
+from hpctrain.cluster.slurm.batch import (
+    Answer,
+    batch_script,
+    cancel,
+    requeue,
+    requeue_unended,
+    sbatch,
+    signal_batch,
+)
+from hpctrain.cluster.slurm.command import NoAnswerError
+from hpctrain.cluster.slurm.nodes import (
+    Partition,
+    excludable,
+    exclude,
+    partitions,
+    slurmd_address,
+)
+from hpctrain.cluster.slurm.queue import QueuedJob, jobs
+from hpctrain.cluster.slurm.states import (
+    ENDED,
+    FORGOTTEN,
+    JobState,
+    end_time,
+    first_step,
+    hosts_left,
+    is_label,
+    job_state,
+    step_is_active,
+)
 
 __all__ = [
     "ENDED",
@@ -64,41 +61,7 @@ __all__ = [
     "requeue",
     "requeue_unended",
     "sbatch",
-    "script_path",
     "signal_batch",
     "slurmd_address",
     "step_is_active",
 ]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "accounting": ("Ended", "accounts", "ended", "qualities"),
-        "batch": (
-            "Answer",
-            "batch_script",
-            "cancel",
-            "requeue",
-            "requeue_unended",
-            "sbatch",
-            "signal_batch",
-        ),
-        "command": ("NoAnswerError",),
-        "sinfo": ("Partition", "partitions"),
-        "nodes": ("excludable", "exclude", "slurmd_address"),
-        "queue": ("QueuedJob", "jobs"),
-        "states": (
-            *(
-                "ENDED",
-                "FORGOTTEN",
-                "JobState",
-                "end_time",
-                "first_step",
-                "hosts_left",
-                "is_label",
-                "job_state",
-            ),
-            *("script_path", "step_is_active"),
-        ),
-    },
-)

@@ -14,7 +14,6 @@ __all__ = [
     "hosts_left",
     "is_label",
     "job_state",
-    "script_path",
     "step_is_active",
 ]
 
@@ -36,7 +35,6 @@ _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The patterns include Slurm's adjacent keys, so that a job's name is not read as its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
-_COMMAND = re.compile(r" Command=(/.*) WorkDir=")
 _STATE_AND_RESTARTS = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
@@ -137,25 +135,13 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
     """
     if not is_label(label):
         return None
+    argv = ["scontrol", "show", "job", "--oneliner", label]
     try:
         # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
-        output = ask(
-            ["scontrol", "show", "job", "--oneliner", label], {**env, "SLURM_TIME_FORMAT": "%s"}
-        )
+        end = _END.search(ask(argv, {**env, "SLURM_TIME_FORMAT": "%s"}))
     except NoAnswerError:
         return None
-    match = _END.search(output)
-    return int(match[1]) if match else None
-
-
-def script_path(job_id: str, env: Mapping[str, str]) -> str | None:
-    """Return the path of the batch script that was submitted; None if Slurm does not know it."""
-    try:
-        output = ask(["scontrol", "show", "job", "--oneliner", job_id], env)
-    except NoAnswerError:
-        return None
-    match = _COMMAND.search(output)
-    return match[1] if match else None
+    return int(end[1]) if end else None
 
 
 def hosts_left(job_id: str, env: Mapping[str, str]) -> str:

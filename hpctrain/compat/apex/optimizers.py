@@ -20,21 +20,19 @@ def FusedAdam(  # noqa: N802, as Apex's class
     params: ParamsT,
     lr: float = 1e-3,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
     adam_w_mode: bool = True,
     weight_decay: float = 0.0,
-    **more: Any,
+    **settings: Any,
 ) -> Optimizer:
     """Return a fused torch.optim.AdamW, or a fused Adam if `adam_w_mode` is False.
 
     Raises:
         UsageError: `amsgrad` is not False, or `bias_correction` or `set_grad_none` is not True.
     """
-    refuse("FusedAdam", more, {"amsgrad": False, "bias_correction": True, "set_grad_none": True})
+    only = {"amsgrad": False, "bias_correction": True, "set_grad_none": True}
+    settings = refuse("FusedAdam", settings, only)
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    optimizer = kind(params, lr, betas, eps, weight_decay, fused=True)
-    return _loads_apex(optimizer)
+    return _loads_apex(kind(params, lr, weight_decay=weight_decay, fused=True, **settings))
 
 
 def FusedSGD(  # noqa: N802
@@ -43,8 +41,7 @@ def FusedSGD(  # noqa: N802
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
-    nesterov: bool = False,
-    **more: Any,
+    **settings: Any,
 ) -> Optimizer:
     """Return a fused torch.optim.SGD.
 
@@ -52,22 +49,17 @@ def FusedSGD(  # noqa: N802
         UsageError: `wd_after_momentum` is not False.
     """
     # False for materialize_master_grads saved memory in Apex; the numbers are the same.
-    refuse("FusedSGD", more, {"wd_after_momentum": False, "materialize_master_grads": ANY})
-    return _loads_apex(
-        torch.optim.SGD(
-            params, lr, momentum, dampening, weight_decay, nesterov=nesterov, fused=True
-        )
-    )
+    only = {"wd_after_momentum": False, "materialize_master_grads": ANY}
+    settings = refuse("FusedSGD", settings, only)
+    sgd = torch.optim.SGD(params, lr, momentum, dampening, weight_decay, fused=True, **settings)
+    return _loads_apex(sgd)
 
 
 def FusedLAMB(  # noqa: N802
     params: ParamsT,
     lr: float = 1e-3,
     *,
-    weight_decay: float = 0.01,
     max_grad_norm: float = 1.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
     **settings: Any,
 ) -> Optimizer:
     """Return an hpctrain.optim.LAMB, which clips gradients to the norm `max_grad_norm`.
@@ -75,12 +67,8 @@ def FusedLAMB(  # noqa: N802
     Raises:
         UsageError: `amsgrad` is not False, or `set_grad_none` is not True.
     """
-    given = {"amsgrad": amsgrad, "set_grad_none": set_grad_none}
-    refuse("FusedLAMB", given, {"amsgrad": False, "set_grad_none": True})
-    optimizer = LAMB(
-        params, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **settings
-    )
-    return _loads_apex(optimizer)
+    settings = refuse("FusedLAMB", settings, {"amsgrad": False, "set_grad_none": True})
+    return _loads_apex(LAMB(params, lr=lr, max_grad_norm=max_grad_norm, **settings))
 
 
 def _loads_apex(optimizer: Optimizer) -> Optimizer:

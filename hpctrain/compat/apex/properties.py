@@ -114,8 +114,8 @@ def _scale(value: float | str) -> float | str:
     return number
 
 
-def refuse(call: str, given: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
-    """Check arguments of Apex that torch does not have.
+def refuse(call: str, given: Mapping[str, Any], supported: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments of Apex that torch does not have, and return the others.
 
     Args:
         call: name of the function or class.
@@ -123,14 +123,10 @@ def refuse(call: str, given: Mapping[str, Any], supported: Mapping[str, Any]) ->
         supported: the only supported value of each argument, or `ANY`.
 
     Raises:
-        TypeError: Apex does not have an argument.
         UsageError: an argument has another value.
     """
-    for name, value in given.items():
-        if name not in supported:
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-        only = supported[name]
-        if only is not ANY and value != only:
-            raise UsageError(
-                "HT415", f"{call}(…, {name}={value})", f"{name}={only}", f"leave {name} out"
-            )
+    for name, only in supported.items():
+        if only is not ANY and given.get(name, only) != only:
+            found = f"{call}(…, {name}={given[name]})"
+            raise UsageError("HT415", found, f"{name}={only}", f"leave {name} out")
+    return {name: value for name, value in given.items() if name not in supported}

@@ -21,11 +21,9 @@ HEADS = {
     "ms": "ms",
     "us": "µs",
     "s": "s",
-    "wall_s": "s",
     "stall_s": "s that training waits",
     "images_per_s": "images/s",
     "ratio": "× base",
-    "times_base": "× base",
     "whole_s": "s until on the disk",
     "gb_per_s": "GB/s",
     "busbw": "busbw GB/s",
@@ -37,7 +35,6 @@ HEADS = {
     "more_s": "s more",
     "cpu_s": "s of rank 0's CPU time",
     "check_s": "of it, s for the check",
-    "proof_s": "of it, s for the check",
     "unpack_s": "s to unpack the roster",
     "roll_bytes": "bytes of the roster",
     "freezing_ms": "ms to record the code",
@@ -47,7 +44,7 @@ HEADS = {
     "first_bytes": "memory of it, bytes",
     "slowdown": "times as long",
 }
-_RATIOS = ("ratio", "times_base", "slowdown")
+_RATIOS = ("ratio", "slowdown")
 
 
 def compare(

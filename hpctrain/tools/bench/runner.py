@@ -113,15 +113,12 @@ def _check_target(path: str | None) -> None:
     """Check that the file of --json can be written, before anything is measured.
 
     Raises:
-        UsageError: the file or its folder is not writable, or the path is a folder, pipe or device.
+        UsageError: the file or its folder is not writable, or the path is a folder.
     """
     if path is None:
         return
-    exists = os.path.exists(path)
-    # A write to /dev/stdout would empty the file that the output goes to.
-    if (exists and not os.path.isfile(path)) or os.path.abspath(path).startswith("/dev/"):
-        raise _cannot_write(path, "it is no regular file")
-    if not os.access(path if exists else os.path.dirname(os.path.realpath(path)), os.W_OK):
+    target = path if os.path.exists(path) else os.path.dirname(os.path.realpath(path))
+    if os.path.isdir(path) or not os.access(target, os.W_OK):
         raise _cannot_write(path, "no such folder, or no write access")
 
 

@@ -1,7 +1,5 @@
 """The wheel: pip fetches the source package and the tools, and builds; a cache keeps the wheel."""
 
-import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -12,7 +10,7 @@ import tempfile
 import time
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
@@ -76,32 +74,11 @@ def get(plan: Plan, env: Mapping[str, str], print_line: PrintLine) -> Path:
         return wheel
     standard = cxx_standard(plan.torch.include)
     check_compiler(standard, env)
-    with _locked(folder, print_line):
-        # Another process may have built it while this one waited.
-        return find(folder) or _build(plan, standard, folder, env, print_line)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, print_line: PrintLine) -> Iterator[None]:
-    """Let only one process at a time build the wheel of a folder.
-
-    The kernel releases the lock of a killed process. On a file system without locks, two builds may
-    do the same work, and the later one replaces the wheel.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "wb")  # noqa: SIM115  closed below
     except OSError as error:
         raise _unwritable(folder, error) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_line(f"another process builds this wheel in {folder}: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # no locks there
-        yield
+    return _build(plan, standard, folder, env, print_line)
 
 
 def _build(
@@ -111,6 +88,7 @@ def _build(
     work = Path(tempfile.mkdtemp(prefix="hpctrain-horovod-"))
     try:
         built = _compile(plan, standard, env, work, print_line)
+        # Of two builds at once, the later one replaces the wheel.
         wheel = folder / built.name
         unfinished = folder / f".unfinished-{os.getpid()}"
         try:

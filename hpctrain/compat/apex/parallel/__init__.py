@@ -31,7 +31,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         delay_allreduce: True also supports models of which a step does not use all parameters.
         allreduce_always_fp32, gradient_predivide_factor: not supported; a value that would change
             numbers is logged.
-        more: other arguments of Apex's class.
+        more: other arguments of Apex's class, or of torch's.
 
     Raises:
         UsageError: `gradient_average` is False, or `retain_allreduce_buffers` is True.
@@ -48,8 +48,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: float = 1.0,
         **more: Any,
     ) -> None:
-        supported = {"gradient_average": True, "retain_allreduce_buffers": False}
-        refuse(type(self).__name__, more, {**dict.fromkeys(_IGNORED, ANY), **supported})
+        supported: dict[str, Any] = {"gradient_average": True, "retain_allreduce_buffers": False}
+        supported |= dict.fromkeys(_IGNORED, ANY)
+        more = refuse(type(self).__name__, more, supported)
         in_half = any(p.dtype == torch.float16 for p in module.parameters())
         if allreduce_always_fp32 and in_half:
             _warn("allreduce_always_fp32=True", "gradients in half precision are summed in it")
@@ -58,7 +59,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 f"gradient_predivide_factor={gradient_predivide_factor:g}",
                 "gradients are divided by the number of ranks alone",
             )
-        super().__init__(module, find_unused_parameters=delay_allreduce)
+        super().__init__(module, find_unused_parameters=delay_allreduce, **more)
         # Set as an attribute, as the argument has another name from torch 2.15 on.
         self.broadcast_buffers = False
         take_from_copies(module)
