@@ -69,6 +69,7 @@ class Benchmark:
 # To add a benchmark, write a file that calls `harness.run`, and add a line here.
 BENCHMARKS = {
     "startup": Benchmark("--rounds 2"),
+    "hostlist": Benchmark("--rounds 6"),
     "first_allreduce": Benchmark("--rounds 2"),
     "rendezvous": Benchmark("--rounds 2"),
     "submit": Benchmark("--rounds 2", no_slurm),

@@ -212,6 +212,7 @@ def errors(top: Path) -> str:
 _BENCHMARKS = (
     "startup",
     "step_overhead",
+    "hostlist",
     "rendezvous",
     "first_allreduce",
     "allreduce",

@@ -31,6 +31,9 @@ _TOKEN = re.compile(r"\[([^\[\]]*)\]|([^\[\], \t]+)|[, \t]+|([\[\]])")
 _NAME = re.compile(r"[^\[\], ]+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _DIGITS = "0123456789"
+# Names that need no look at each: without brackets, and too short for a number that is too large.
+_LONG = len(str(_LARGEST_NUMBER))
+_PAIRS = [tens + ones for tens in _DIGITS for ones in _DIGITS]
 
 _Range = tuple[int, int, int]  # low, high, and the width to fill with zeros
 _Term = list[tuple[str, list[_Range]]]  # text before each bracket, and ranges of the bracket
@@ -43,6 +46,10 @@ def expand(expression: str) -> list[str]:
         UsageError: the expression is malformed, or has more than 1048576 hosts; the message
             contains the position.
     """
+    names = expression.replace(" ", ",").split(",")
+    plain = expression.isprintable() and "[" not in expression and "]" not in expression
+    if plain and max(map(len, names)) < _LONG and len(names) <= _MOST_HOSTS:
+        return list(filter(None, names))
     hosts: list[str] = []
     characters = 0
     term: _Term = []
@@ -141,16 +148,30 @@ def _size(expression: str, term: _Term, start: int) -> tuple[int, int]:
 def _names(term: _Term) -> list[str]:
     """Return the names of one term, `rack[1-2]node[3-4]`; the last bracket changes fastest."""
     *others, last = (
-        [
-            f"{text}{number:0{width}d}"
-            for low, high, width in ranges
-            for number in range(low, high + 1)
-        ]
-        for text, ranges in term
+        [name for span in ranges for name in _numbered(text, *span)] for text, ranges in term
     )
+    if len(others) < 2:
+        return [head + name for head in others[0] for name in last] if others else last
     # After the last bracket scontrol changes the first, then the second, and so on.
     turned = itertools.product(*reversed(others), last)
     return ["".join((*parts[-2::-1], parts[-1])) for parts in turned]
+
+
+def _numbered(text: str, low: int, high: int, width: int) -> list[str]:
+    """Return the text with each number of a range."""
+    # Formatting a number takes six times as long as joining two strings. So for a long range only
+    # the hundreds are formatted, and 00 to 99 are appended to each. Numbers below 100 have
+    # hundreds only if the width adds zeros.
+    begin = max(-(-low // 100), 0 if width > 2 else 1)
+    end = (high + 1) // 100
+    if begin >= end:
+        return [f"{text}{number:0{width}d}" for number in range(low, high + 1)]
+    hundreds = [f"{text}{number:0{max(width - 2, 1)}d}" for number in range(begin, end)]
+    return [
+        *(f"{text}{number:0{width}d}" for number in range(low, begin * 100)),
+        *[head + pair for head in hundreds for pair in _PAIRS],
+        *(f"{text}{number:0{width}d}" for number in range(end * 100, high + 1)),
+    ]
 
 
 def _compressed(text: str, numbers: list[str]) -> str:

@@ -28,9 +28,12 @@ class EMA:
 
     Args:
         models: models whose parameters are averaged; a shared parameter counts once.
-        decay: decay per optimizer step, above 0 and below 1.
+        decay: decay per optimizer step, at least 0 and below 1.
         source: function from a parameter to the tensor to average, such as the fp32 weights from
             which a half-precision parameter is rounded; called in each update.
+
+    Raises:
+        UsageError: the decay is below 0, or not below 1.
 
     Source: Polyak and Juditsky 1992, doi 10.1137/0330046; in this form, Szegedy et al. 2016, arXiv
     1512.00567, section 8.
@@ -42,6 +45,13 @@ class EMA:
         decay: float,
         source: Callable[[nn.Parameter], Tensor] = _itself,
     ) -> None:
+        if not 0 <= decay < 1:
+            raise UsageError(
+                "HT406",
+                f"an average of the weights with decay {decay}",
+                "from 0 to below 1",
+                "--ema 0.999",
+            )
         self.decay = decay
         self._source = source
         self._models = list(models)

@@ -202,6 +202,13 @@ def test_ema_restart():
     assert_same(ema.state_dict()["averages"][0], dict(model.named_parameters()))
 
 
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_invalid_ema_decay_is_refused(decay):
+    with pytest.raises(UsageError, match="decay") as caught:
+        EMA([nn.Linear(2, 2)], decay)
+    assert caught.value.code == "HT406"
+
+
 def test_ema_leaves_integer_parameters_alone():
     model = nn.Linear(2, 2)
     model.counter = nn.Parameter(torch.tensor([3]), requires_grad=False)
