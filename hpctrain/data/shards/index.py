@@ -10,7 +10,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -134,7 +134,7 @@ class Index:
         return index
 
 
-def _sum(content: dict[str, object]) -> int:
+def _sum(content: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
