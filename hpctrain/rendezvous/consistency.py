@@ -333,8 +333,12 @@ def _code() -> dict[str, str]:
     if script is None:
         return {}
     folder = os.path.join(os.path.dirname(os.path.abspath(script)), "")
-    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    inside = {f for f in loaded if f and f.startswith(folder) and f.endswith(".py")}
+    # torch loads more than a thousand modules, and a look at each takes milliseconds after a fork.
+    names = list(sys.modules)
+    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    own = {top for top in tops if _place(top).startswith(folder)}
+    loaded = {_place(name) for name in names if name.partition(".")[0] in own}
+    inside = (f for f in loaded if f.startswith(folder) and f.endswith(".py"))
     files = [script, *sorted(f for f in inside if "site-packages" not in f)[:_MOST_FILES]]
     hashes = {}
     for path in files:
@@ -344,6 +348,12 @@ def _code() -> dict[str, str]:
             continue  # deleted since it was imported
         hashes[os.path.relpath(path, folder)] = _short_hash(content)
     return hashes
+
+
+def _place(name: str) -> str:
+    """Return the file of a module, or the folder of a package that has none; else an empty text."""
+    module = sys.modules.get(name)
+    return str(getattr(module, "__file__", None) or [*getattr(module, "__path__", ()), ""][0])
 
 
 def _gpu(device: torch.device) -> str:

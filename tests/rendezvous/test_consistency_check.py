@@ -1,6 +1,7 @@
 """Consistency check: harmful differences between ranks are refused, and no secret is shown."""
 
 import copy
+import importlib
 import json
 import os
 import resource
@@ -221,13 +222,19 @@ def test_code_version_covers_the_script_and_its_local_imports(tmp_path, monkeypa
     monkeypatch.setattr(main, "__file__", str(script), raising=False)
     monkeypatch.setitem(sys.modules, "model", type(sys)("model"))
     sys.modules["model"].__file__ = str(tmp_path / "model.py")
+    (tmp_path / "nets").mkdir()  # a package without __init__.py
+    (tmp_path / "nets" / "unet.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("nets", "nets.unet"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module("nets.unet")
     before = consistency._code()
-    assert set(before) == {"train.py", "model.py"}
+    assert set(before) == {"train.py", "model.py", "nets/unet.py"}
     (tmp_path / "model.py").write_text("x = 2\n")
     assert consistency._code()["model.py"] != before["model.py"]
     assert consistency._code()["train.py"] == before["train.py"]
     (tmp_path / "model.py").unlink()
-    assert set(consistency._code()) == {"train.py"}
+    assert set(consistency._code()) == {"train.py", "nets/unet.py"}
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     assert consistency._code() == {}
 
