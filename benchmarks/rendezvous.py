@@ -47,7 +47,8 @@ TIMEOUT = 120.0
 # Most clients that wait for their first answer at the same time. Real ranks run in parallel; one
 # process that first connects all clients would answer more slowly than any real rank.
 WINDOW = 64
-CONTEXT = multiprocessing.get_context("forkserver")
+# A rank of a launcher is no fork: its first look at each module copies no memory.
+CONTEXT = multiprocessing.get_context("spawn")
 Figures = dict[str, float]
 
 
@@ -244,7 +245,6 @@ def gathered(arm: str, size: int) -> Figures:
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the figures by number of ranks and arm."""
-    CONTEXT.set_forkserver_preload(["torch.distributed", "hpctrain.training.session"])
     file_limit.make_room(max(CROWDS))
     pairs = {arm: functools.partial(pair, arm) for arm in (STORE, MEET)}
     take_turns(pairs, 1)  # the first start of the fork server imports torch

@@ -335,9 +335,9 @@ def _code() -> dict[str, str]:
     folder = os.path.join(os.path.dirname(os.path.abspath(script)), "")
     # torch loads more than a thousand modules, and a look at each takes milliseconds after a fork.
     names = list(sys.modules)
-    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
-    own = {top for top in tops if _place(top).startswith(folder)}
-    loaded = {_place(name) for name in names if name.partition(".")[0] in own}
+    tops = {name for name in names if "." not in name} - sys.stdlib_module_names
+    own = tuple(f"{top}." for top in tops if _place(top).startswith(folder))
+    loaded = {_place(name) for name in names if f"{name}.".startswith(own)}
     inside = (f for f in loaded if f.startswith(folder) and f.endswith(".py"))
     files = [script, *sorted(f for f in inside if "site-packages" not in f)[:_MOST_FILES]]
     hashes = {}
