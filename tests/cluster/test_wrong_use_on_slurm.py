@@ -27,13 +27,14 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
         "hpctrain run",
         # Slurm ends the other ranks as soon as one has ended.
-        pytest.param("srun --kill-on-bad-exit=1 python", marks=pytest.mark.slow),
-        pytest.param("srun --kill-on-bad-exit=1 hpctrain run", marks=pytest.mark.slow),
+        "srun --kill-on-bad-exit=1 python",
+        "srun --kill-on-bad-exit=1 hpctrain run",
     ],
 )
 def test_error_of_all_ranks_is_printed_once_with_exit_code_2(cluster, tmp_path, command):

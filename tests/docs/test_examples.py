@@ -70,7 +70,7 @@ def train(example, run, *options, ranks=SIZE):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("example", ["cifar10", "imagenet"])
+@pytest.mark.parametrize("example", ["cifar10", pytest.param("imagenet", marks=pytest.mark.slow)])
 def test_missing_torchvision_is_one_error_with_the_line_to_type(example, tmp_path):
     absent = tmp_path / "torchvision.py"
     absent.write_text("raise ModuleNotFoundError(\"No module named 'torchvision'\")\n")

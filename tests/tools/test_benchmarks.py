@@ -96,11 +96,11 @@ def test_targets_are_judged_on_both_sides_and_by_their_interval(modules):
 @pytest.mark.e2e
 def test_benchmarks_command_runs_one_and_prints_its_outcomes(tmp_path):
     done = subprocess.run(
-        [sys.executable, BENCHMARKS, "--quick", "--only", "startup", "--save", tmp_path],
+        [sys.executable, BENCHMARKS, "--quick", "--only", "hostlist", "--save", tmp_path],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "startup.json").read_text())
+    record = json.loads((tmp_path / "hostlist.json").read_text())
     assert record["machine"]["cores"] > 0
     table = done.stdout.split("outcome\n")[-1]
-    assert [line.split()[0] for line in table.splitlines()[1:]] == ["startup"] * 4
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["hostlist"] * 3
