@@ -65,16 +65,18 @@ class RendezvousClient:
         deadline = self.began + self.own.timeout
         while True:
             place, connection, challenge = await self._find(deadline)
+            # Rank 0 may wait so long for others. Keep-alive ends the connection if it is lost.
+            patience = self.own.timeout + 2 * GRACE_SECONDS
+            latest = self.clock() + patience
             try:
-                # Rank 0 may wait so long for others. Keep-alive ends the connection if it is lost.
-                async with asyncio.timeout(self.own.timeout + 2 * GRACE_SECONDS):
+                async with asyncio.timeout(patience):
                     return await self._join(connection, challenge)
             except OSError as error:
                 self.lost_connection = (
                     f"{place[0]} answered, then was lost: {_reason(error) or 'no answer'}"
                 )
                 # An earlier start may have answered just before its end. That is over soon.
-                deadline = self.clock() + _MIN_WAIT_SECONDS
+                deadline = min(latest, self.clock() + _MIN_WAIT_SECONDS)
                 await asyncio.sleep(_HEAD_START_SECONDS)
             finally:
                 connection.close()
