@@ -143,6 +143,7 @@ class Once(InSlurm):
                 failure.description,
                 failure.traceback,
                 failure.exit_code,
+                failure.error,
             )
             killed = hosts.keys() - failures.keys()  # they could record nothing
             # srun kills other ranks, too; then it is not known which one was the first.

@@ -39,6 +39,8 @@ def note(top: Path, hosts: Sequence[str], kind: str, job: str) -> None:
         json.dumps({"time": round(time.time(), 3), "host": host, "kind": kind, "job": job})
         for host in hosts
     ]
+    if not lines:
+        return
     with contextlib.suppress(OSError):
         (top / LEDGER).parent.mkdir(exist_ok=True)
         append(top / LEDGER, "\n".join(lines))

@@ -225,7 +225,7 @@ def test_host_that_does_not_answer_is_lost_until_it_answers(tmp_path):
     code, _ = attempts.run(hosts, ["python", "a.py"], directory, {}, Policy(elastic=True))
     assert code == 0
     assert [used for used, _ in hosts.attempts] == [ALL, TWO, ALL]
-    faults = filter(None, host_ledger.LEDGER.read_text().splitlines())
+    faults = host_ledger.LEDGER.read_text().splitlines()
     assert [json.loads(fault)["host"] for fault in faults] == ["node2"]
 
 
@@ -242,7 +242,7 @@ def test_host_that_failed_its_check_is_not_used_again(tmp_path):
     code, reason = attempts.run(hosts, ["python", "a.py"], directory, {}, Policy(spares=1))
     assert (code, reason) == (75, "node2 of the job's hosts are lost")
     assert [used for used, _ in hosts.attempts] == [["node1", "node2"], ["node2", "node3"]]
-    faults = map(json.loads, filter(None, host_ledger.LEDGER.read_text().splitlines()))
+    faults = map(json.loads, host_ledger.LEDGER.read_text().splitlines())
     found = [(fault["host"], fault["kind"]) for fault in faults]
     assert found == [("node1", "preflight"), ("node2", "preflight")]
 
