@@ -13,7 +13,7 @@ _LONGEST = 500
 #: How a run ends that has failed.
 FAILED = (exit_codes.STATUS[exit_codes.FAILED], exit_codes.STATUS[exit_codes.GIVEN_UP])
 # The last line of `hpctrain run`, or an error of hpctrain, with the rank's number before it.
-_VERDICT = re.compile(
+_CONCLUSION = re.compile(
     r"(?:[0-9]+: )?hpctrain: (?:error: (.+)|(given up: .+)"
     r"|(rank [0-9]+ .*(?:failed first|ended), .+?)(?:\. Its last lines:)?\Z)"
 )
@@ -36,10 +36,10 @@ def cause(run: Progress | None, log: Path | None, code: int | None, last_line: b
     else:
         tail = end_of(log) if log is not None else b""
         lines = tail.decode(errors="replace").splitlines()
-        verdicts = [match for match in map(_VERDICT.match, lines) if match]
+        conclusions = [match for match in map(_CONCLUSION.match, lines) if match]
         others = [line for line in lines if line.strip() and not line.startswith(_OF_SLURM)]
         text = "".join(others[-1:]) if last_line else ""
-        if verdicts:
-            text = verdicts[-1][verdicts[-1].lastindex or 0]
+        if conclusions:
+            text = conclusions[-1][conclusions[-1].lastindex or 0]
     text = printable(text.strip())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -112,7 +112,7 @@ class FirstFailure:
     error: str = ""
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
         """How it failed, for the last line of a start.
 
         If another rank was the cause of all known failures, none of them is said to be the first.

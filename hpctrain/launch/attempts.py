@@ -241,7 +241,7 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
     if recorded is not None and recorded[0] == exit_codes.STOPPED:
         return
     where = f" on {first.host}" if first.host else ""
-    write_stderr(f"hpctrain: rank {first.rank}{where} {first.verdict}\n")
+    write_stderr(f"hpctrain: rank {first.rank}{where} {first.conclusion}\n")
 
 
 def _without(lost: Sequence[str]) -> str:

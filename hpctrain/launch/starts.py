@@ -184,7 +184,7 @@ def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, 
         if trains and end.first is None and alone:
             _report_missing_sessions(end.ranks)
         if end.first is not None and end.ranks > 1 and not end.usage:
-            write_stderr(f"hpctrain: rank {end.first.rank} {end.first.verdict}\n")
+            write_stderr(f"hpctrain: rank {end.first.rank} {end.first.conclusion}\n")
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     # An exit status of 0 does not cover errors of a rank after its session.
     return exit_status[0] if exit_status and (exit_status[0] or not end.code) else end.code

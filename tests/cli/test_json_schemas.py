@@ -306,8 +306,8 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
         job("74_[0-3%2]", State="PENDING", NodeList="", TimeLeft="UNLIMITED", NumNodes="?"),
         job("75", NodeList="node[1", TimeUsed="INVALID"),
     )
-    verdict = "rank 2 on node3 failed first, with exit code 1: ValueError: x"
-    Path("log").write_text(f"hpctrain: {verdict}\n")
+    conclusion = "rank 2 on node3 failed first, with exit code 1: ValueError: x"
+    Path("log").write_text(f"hpctrain: {conclusion}\n")
     document = status(capsys)
     running, pending, failed, refused, array, odd = document["jobs"]
     assert document["slurm_error"] is None
@@ -346,7 +346,7 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
     assert (pending["start_time"], pending["reason"]) == (None, "Resources")
     assert "(Resources)" in pending["explanation"]
     assert (failed["exit_code"], failed["remaining_seconds"]) == (1, None)
-    assert failed["failure"] == verdict
+    assert failed["failure"] == conclusion
     assert (pending["failure"], refused["failure"], array["log"]) == (None, None, None)
     assert (refused["exit_code"], refused["reason"]) == (None, "BadConstraints")
     assert (array["job"], array["remaining_seconds"], array["nodes"]) == ("74_[0-3%2]", None, None)

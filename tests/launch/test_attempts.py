@@ -445,12 +445,12 @@ def test_first_failure_of_all_hosts_is_the_earliest_without_another_cause(tmp_pa
 
 def test_rank_that_failed_because_of_another_is_not_said_to_have_failed_first(tmp_path, capsys):
     consequence = dataclasses.replace(failed(1, rank=0), caused_by_other_rank=True)
-    for first, verdict in ((failed(1, rank=2), "failed first"), (consequence, "ended")):
+    for first, conclusion in ((failed(1, rank=2), "failed first"), (consequence, "ended")):
         end = ended(1, first=first)
-        run_attempts(tmp_path, end, name=verdict.replace(" ", "-"), most=1)
+        run_attempts(tmp_path, end, name=conclusion.replace(" ", "-"), most=1)
         where = f" on {first.host}" if first.host else ""
         output = capsys.readouterr().err
-        assert f"hpctrain: rank {first.rank}{where} {verdict}, {first.brief}\n" in output
+        assert f"hpctrain: rank {first.rank}{where} {conclusion}, {first.brief}\n" in output
 
 
 def test_error_of_an_agent_gives_the_code_where_srun_has_ended_the_others(tmp_path):

@@ -10,7 +10,7 @@ from processes import until
 
 from hpctrain.monitoring.watchdog import evidence
 from hpctrain.monitoring.watchdog.blame import Sighting, hung, judge
-from hpctrain.monitoring.watchdog.evidence import Sample, verdict
+from hpctrain.monitoring.watchdog.evidence import Sample, conclusion
 from hpctrain.monitoring.watchdog.limits import Limits
 from hpctrain.process.phases import (
     BACKWARD,
@@ -72,14 +72,14 @@ NOW = replace(BEFORE, time=110.0)
 )
 def test_process_hangs_if_it_stays_where_it_is_and_computes_nothing(more, expected):
     """Compare two samples of a process."""
-    assert verdict(BEFORE, replace(NOW, **more)) == expected
+    assert conclusion(BEFORE, replace(NOW, **more)) == expected
 
 
 def test_stopped_process_hangs():
     """Compare samples of a stopped process, of which there is no stack."""
     stopped = replace(BEFORE, stopped=True, stack="")
-    assert verdict(stopped, replace(stopped, time=110.0)) == "idle"
-    assert verdict(replace(BEFORE, stack=""), replace(stopped, time=110.0)) == ""
+    assert conclusion(stopped, replace(stopped, time=110.0)) == "idle"
+    assert conclusion(replace(BEFORE, stack=""), replace(stopped, time=110.0)) == ""
 
 
 @pytest.mark.parametrize(

@@ -343,9 +343,9 @@ def test_flipped_bit_names_its_host_and_costs_no_requeue(cluster, check_finished
     script = ("--check-replicas-every", "2", "--fault=flip@11:rank2")
     job = run_command(cluster, nodes=3, run=way, script=script)
     assert job.ended() == ("COMPLETED", 0, 0), job.log
-    verdict = "rank 2 on node3 failed first, "
-    assert job.log.count(verdict) == 1
-    error = job.log.partition(verdict)[2].partition("\n")[0]
+    conclusion = "rank 2 on node3 failed first, "
+    assert job.log.count(conclusion) == 1
+    error = job.log.partition(conclusion)[2].partition("\n")[0]
     assert "after step 12 rank 2 on node3 has other weights than the other ranks: first in" in error
     assert "attempt 2: 3 of 3 hosts; from step 10 on" in job.log
     check_finished(job)

@@ -7,7 +7,7 @@ from time import monotonic
 
 from hpctrain.cluster import proc
 
-__all__ = ["Sample", "take", "verdict"]
+__all__ = ["Sample", "conclusion", "take"]
 
 # Frames of a rank that compiles, or that a person looks at. A compiled model runs in other frames
 # of the same packages.
@@ -92,7 +92,7 @@ def take(pid: int, dump: str) -> Sample:
     )
 
 
-def verdict(before: Sample, now: Sample) -> str:
+def conclusion(before: Sample, now: Sample) -> str:
     """Return "idle" for a process that hangs, "busy" for one that may, or nothing.
 
     A process that hangs has the same stack in both samples. It is idle if it and its children use

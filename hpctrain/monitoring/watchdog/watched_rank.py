@@ -42,7 +42,7 @@ class WatchedRank:
         step, phase, heartbeat, count: contents of the shared memory, as last seen.
         silence: seconds without a heartbeat, in which the process could have sent one.
         limit, slowest: result of `Limits.of`.
-        still: result of `evidence.verdict`.
+        still: result of `evidence.conclusion`.
     """
 
     facts: shared_memory.Facts
@@ -95,7 +95,7 @@ class WatchedRank:
             self._sample = evidence.take(self.facts.pid, self.stack())
         except OSError:  # the process has just ended
             return
-        self.still = evidence.verdict(before, self._sample) if before else ""
+        self.still = evidence.conclusion(before, self._sample) if before else ""
         if not self._sample.stopped:
             self.ask()
 
