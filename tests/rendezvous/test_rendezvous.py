@@ -36,13 +36,23 @@ NEVER = 1e9  # a time-out that ends only if a test moves the clock by so much
 EARLY = 11.0  # the clock moves by so much at a time, where a client must end long before NEVER
 
 
+def new_key():
+    """Return a key whose first ports are free; another program may listen on a random one."""
+    while True:
+        key = uuid.uuid4().hex
+        with contextlib.suppress(OSError):
+            for port in ports(RendezvousPoint(key, "a"))[:2]:
+                socket.create_server((HOME, port)).close()
+            return key
+
+
 def rendezvous_point(host="a", key=None, port=None):
-    return RendezvousPoint(key or uuid.uuid4().hex, host, HOME, port)
+    return RendezvousPoint(key or new_key(), host, HOME, port)
 
 
 @pytest.fixture
 def key():
-    return uuid.uuid4().hex
+    return new_key()
 
 
 @pytest.fixture
@@ -295,7 +305,7 @@ def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
 
 
 def test_two_jobs_on_one_port_stay_separate(start):
-    keys = {job: uuid.uuid4().hex for job in "AB"}
+    keys = {job: new_key() for job in "AB"}
     port = ports(rendezvous_point())[0]
 
     def jobs(roster):
