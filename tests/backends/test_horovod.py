@@ -92,7 +92,7 @@ SILENT = "rank {} on node1: no answer"
     [
         pytest.param(die, 0, 60, GONE, marks=pytest.mark.slow),
         (die, 2, 60, GONE),
-        (wait_for_the_others, 2, 4, SILENT),
+        pytest.param(wait_for_the_others, 2, 4, SILENT, marks=pytest.mark.slow),
         pytest.param(stop_process, 0, 4, SILENT, marks=pytest.mark.slow),
         pytest.param(
             *(

@@ -273,7 +273,8 @@ def kill_and_resume(size, name, backend, **keywords):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *(("workers", "ddp"), ("grouped", "ddp")),
+        ("workers", "ddp"),
+        pytest.param("grouped", "ddp", marks=pytest.mark.slow),
         pytest.param("workers", "horovod", marks=pytest.mark.slow),
         pytest.param("weighted", "ddp", marks=pytest.mark.slow),
         pytest.param("augmented", "ddp", marks=pytest.mark.slow),
@@ -309,6 +310,9 @@ def fetch_from(resume, last):
     return data.fetched
 
 
+@pytest.mark.parametrize(
+    "backend", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+)
 def test_already_divided_loader_is_left_alone_and_skips_by_indices(backend):
     whole, resumed = kill_and_resume(3, distributed, backend, accumulate=1)
     for (seen, weights), (rest, end) in zip(whole, resumed, strict=True):

@@ -272,10 +272,10 @@ def kill_and_resume(name, backend):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *(("workers", "ddp"), ("generator", "ddp"), ("uneven", "ddp"), ("equal", "horovod")),
+        *(("workers", "ddp"), ("generator", "ddp"), ("uneven", "ddp")),
         *(
             pytest.param(name, "horovod", marks=pytest.mark.slow)
-            for name in ("workers", "generator", "uneven")
+            for name in ("workers", "generator", "uneven", "equal")
         ),
     ],
     indirect=["backend"],

@@ -127,18 +127,23 @@ def streaming_by_hand(size):
 BY_HAND = {name: globals()[f"{name}_by_hand"] for name in NAMES}
 
 
-WORLDS = [
-    pytest.param(3, "auto", id="3"),
-    *(pytest.param(size, "auto", id=f"{size}", marks=pytest.mark.slow) for size in (1, 2)),
-    *(
-        pytest.param(size, "horovod", id=f"{size}-horovod", marks=pytest.mark.slow)
-        for size in (2, 3)
-    ),
-]
+WORLDS = {"3": (3, "auto"), "1": (1, "auto"), "2": (2, "auto")}
+WORLDS |= {"2-horovod": (2, "horovod"), "3-horovod": (3, "horovod")}
 
 
-@pytest.mark.parametrize(("size", "backend"), WORLDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "size", "backend"),
+    [
+        pytest.param(
+            name,
+            *world,
+            id=f"{name}-{key}",
+            marks=() if key == "3" and name != "simclr" else pytest.mark.slow,
+        )
+        for name in NAMES
+        for key, world in WORLDS.items()
+    ],
+)
 def test_example_has_the_weights_of_the_same_by_hand(name, size, backend, lacking):
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "no module named horovod")
@@ -193,6 +198,7 @@ def train_without_torchdata(*arguments):
     return train(*arguments)
 
 
+@pytest.mark.slow
 def test_streaming_example_without_torchdata_resumes_by_replay(tmp_path, monkeypatch):
     log = killed_and_resumed("streaming", tmp_path, monkeypatch, torchdata=False)
     assert "batches are fetched and dropped" in log

@@ -70,8 +70,14 @@ def by_hand():
 
 # In fp64: in fp32 Adam turns the rounding of small gradients into steps of full size. Neither model
 # has a batch norm with statistics of the micro-batch, which depend on the world.
-@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("vit", 3),
+        pytest.param("finetune", 3, marks=pytest.mark.slow),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name in EXAMPLES for n in (1, 2)),
+    ],
+)
 def test_example_has_the_weights_of_the_same_by_hand(name, size, by_hand):
     ranks.values(ranks.run(size, train, name, "run"))
     found, expected = weights("run"), by_hand(name)

@@ -63,7 +63,7 @@ def check_that_nothing_is_left(mark, ports):
 of_programs = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("torch", "horovod") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "torch" else pytest.mark.slow)
         for name, program in matrix.PROGRAMS.items()
         if not program.only_in_slurm
     ],

@@ -252,7 +252,7 @@ STRANGERS = {
     "a start of another alphabet": '{"start": "\u00e9", "challenge": "1"}\n'.encode(),
     "numbers": b'{"start": 1, "challenge": 2}\n',
     "deep nesting": b"[" * 60_000 + b"\n",
-    "no end": b"x" * 70_000,
+    "no end": b"x" * 140_000,
 }
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import re
 from pathlib import Path
 
@@ -31,13 +32,18 @@ def in_table():
     return pairs
 
 
-def imported_trees(tree):
-    """The syntax trees of the modules of hpctrain that a module imports from."""
+def imported(tree):
+    """The modules of hpctrain that a module imports from."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hpctrain."):
-            path = TOP / node.module.replace(".", "/")
-            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            yield ast.parse(path.read_text())
+            yield node.module
+
+
+@functools.cache
+def defined_in(module):
+    path = TOP / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return set(defined(ast.parse(path.read_text())))
 
 
 def defined(tree):
@@ -68,7 +74,7 @@ def mentioned(tree):
 def foreign(text):
     """Private names in the text of a module that neither it nor what it imports defines."""
     tree = ast.parse(text)
-    own = {name for module in (tree, *imported_trees(tree)) for name in defined(module)}
+    own = set(defined(tree)).union(*map(defined_in, imported(tree)))
     return {name for name in mentioned(tree) if PRIVATE.match(name)} - own - DOCUMENTED
 
 

@@ -119,7 +119,11 @@ def weights(path):
 
 @pytest.mark.parametrize(
     ("run", "size"),
-    [("auto", 1), ("auto", 3), pytest.param("horovod", 3, marks=pytest.mark.slow)],
+    [
+        pytest.param("auto", 1, marks=pytest.mark.slow),
+        ("auto", 3),
+        pytest.param("horovod", 3, marks=pytest.mark.slow),
+    ],
     indirect=["run"],
 )
 @pytest.mark.parametrize("name", ["timm", pytest.param("transformers", marks=pytest.mark.slow)])

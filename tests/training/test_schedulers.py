@@ -91,13 +91,13 @@ def test_unused_scheduler_is_not_counted():
     assert len(set(train(make_again, "run", max_steps=8))) == 3
 
 
-def test_unused_scheduler_beside_a_named_one_is_not_saved(caplog):
+def test_unused_scheduler_beside_a_named_one_is_not_saved(capsys):
     train(make_again, "run", named=True, max_steps=3)
     train(make_one, "run", named=True, max_steps=4, resume=True)
-    assert "the checkpoint has" not in caplog.text
+    assert "the checkpoint has" not in capsys.readouterr().err
 
 
-def test_scheduler_of_a_checkpoint_that_the_script_lacks_is_logged(caplog):
+def test_scheduler_of_a_checkpoint_that_the_script_lacks_is_logged(capsys):
     train(warm_up, "run", max_steps=3)
     with session(batch_size=4, run_dir="run", resume=True, max_steps=4) as opened:
         model = nn.Linear(1, 1)
@@ -106,4 +106,7 @@ def test_scheduler_of_a_checkpoint_that_the_script_lacks_is_logged(caplog):
             for _ in run.epochs():
                 for points in run.batches([torch.ones(4, 1)] * 5):
                     opened.step(model(points).mean())
-    assert "the checkpoint has a LambdaLR of optimizer 0, and this script has not" in caplog.text
+    assert (
+        "the checkpoint has a LambdaLR of optimizer 0, and this script has not"
+        in capsys.readouterr().err
+    )
