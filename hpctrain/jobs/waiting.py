@@ -1,7 +1,6 @@
 """Waiting for the end of a job, through its requeues, while its log is read."""
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ _GROWTH = 1.15
 _LOG_SECONDS = 0.5
 # A file system may show the last lines only after the job's end.
 _LAST_SECONDS = 1.5
+_LONGEST_LINE = 1 << 20  # bytes of a line that wait for its end
 # States that a requeued job may have for a moment.
 _MAY_RESTART = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "REVOKED"})
 
@@ -58,11 +58,12 @@ class Log:
         self._at, self._out = offset, out
         self._path: Path | None = None
 
-    def read(self, job: slurm.QueuedJob | None) -> None:
-        """Write new text to the stream.
+    def read(self, job: slurm.QueuedJob | None, last: bool = False) -> None:
+        """Write new lines to the stream, so that other messages do not come within a line.
 
         Args:
             job: record from Slurm; needed until it gives the name of the log.
+            last: whether to write a line that has no end, too.
         """
         if self._path is None and job is not None:
             self._path = log_names.of_job(job)
@@ -70,8 +71,16 @@ class Log:
             return
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._at)
-            shutil.copyfileobj(file, self._out)
-            self._at = file.tell()
+            while text := file.read(_LONGEST_LINE):
+                # A progress bar ends its lines with a carriage return.
+                size = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+                if last or (size == 0 and len(text) == _LONGEST_LINE):
+                    size = len(text)
+                if size == 0:
+                    break
+                self._out.write(text[:size])
+                self._at += size
+                file.seek(self._at)
         self._out.flush()
 
 
@@ -116,6 +125,7 @@ def wait(
         pause = min(pause * _GROWTH, _LONGEST_PAUSE)
     if log is not None:
         _sleep_and_read(log, jobs, _LAST_SECONDS, sleep)
+        log.read(next(iter(jobs.values()), None), last=True)
     return _outcomes(number, jobs, listed, env)
 
 

@@ -1,7 +1,7 @@
 """Frozen code of a job: the files of a project as they were when the job was submitted.
 
 runs/.code/git             store of git: contents of files, and trees of them
-runs/.code/index-PROJECT   index of git, which makes the next snapshot fast
+runs/.code/index-PROJECT   index of git, which makes the next snapshot of a folder without git fast
 runs/.code/TREE.json       record of a snapshot, see `Snapshot`
 runs/.code/TREE/           files of a snapshot, written at the first start of a job
 runs/.code/job-NUMBER      name of the snapshot of a job
@@ -11,6 +11,7 @@ Files that did not change since the last commit are not copied: the store finds 
 project's own repository. Without git on a host, a job runs the code as it is.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -100,31 +101,40 @@ def freeze(folder: Path, store: Path, path: Sequence[str] = ()) -> Snapshot:
         lines = top.stdout.splitlines()
         root, objects = Path(lines[0]), str((folder / lines[1]).resolve())
     store.mkdir(parents=True, exist_ok=True, mode=0o700)
-    index = store.absolute() / f"index-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
-    env = _environ(store, objects) | {"GIT_WORK_TREE": str(root), "GIT_INDEX_FILE": str(index)}
-    if not (store / "git").is_dir():
-        _git(["init", "--quiet", "--bare", str((store / "git").absolute())], _plain(), root)
-    commit = ""
-    if objects:
-        found = run(["git", "rev-parse", "--quiet", "--verify", "HEAD"], 10.0, folder=root)
-        commit = found.stdout.strip()
-        own_index = Path(objects).parent / "index"
-        if own_index.exists():
+    with tempfile.TemporaryDirectory(dir=store.absolute(), prefix=".new-") as temporary:
+        # Several jobs may be submitted at the same time, so each works on an index of its own.
+        index = Path(temporary, "index")
+        env = _environ(store, objects) | {"GIT_WORK_TREE": str(root), "GIT_INDEX_FILE": str(index)}
+        if not (store / "git").is_dir():
+            made = Path(temporary, "git")
+            _git(["init", "--quiet", "--bare", str(made)], _plain(), root)
+            with contextlib.suppress(OSError):  # another start was faster
+                made.rename(store / "git")
+        commit = ""
+        kept_index = store / f"index-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
+        own_index = kept_index
+        if objects:
+            found = run(["git", "rev-parse", "--quiet", "--verify", "HEAD"], 10.0, folder=root)
+            commit = found.stdout.strip()
+            own_index = Path(objects).parent / "index"
+        with contextlib.suppress(FileNotFoundError):
             # With its times of all files, so that git reads only those that have changed. The time
             # of the index itself tells git which files may have changed since in the same second.
             shutil.copy2(own_index, index)
-    listed = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"]
-    names = _git(listed, _plain() if objects else env, root).split("\0")[:-1]
-    kept, left_out = _sorted_by_size(root, names)
-    for option, entries in (("--remove", kept), ("--force-remove", left_out)):
-        if entries:
-            text = "\0".join([*entries, ""])
-            _git(["update-index", "-z", "--add", option, "--stdin"], env, root, text)
-    tree = _git(["write-tree"], env, root).strip()
-    changed = bool(commit) and tree != _git(["rev-parse", f"{commit}^{{tree}}"], env, root).strip()
+        listed = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"]
+        names = _git(listed, _plain() if objects else env, root).split("\0")[:-1]
+        kept, left_out = _sorted_by_size(root, names)
+        for option, entries in (("--remove", kept), ("--force-remove", left_out)):
+            if entries:
+                text = "\0".join([*entries, ""])
+                _git(["update-index", "-z", "--add", option, "--stdin"], env, root, text)
+        tree = _git(["write-tree"], env, root).strip()
+        head = _git(["rev-parse", f"{commit}^{{tree}}"], env, root).strip() if commit else tree
+        if not objects and index.exists():
+            index.replace(kept_index)
     own_path = [one for one in path if one and _is_below(root, one)]
     large = [name for name in left_out if os.path.lexists(root / name) and not _is_excluded(name)]
-    snapshot = Snapshot(tree, str(root), commit, changed, objects, own_path, large)
+    snapshot = Snapshot(tree, str(root), commit, tree != head, objects, own_path, large)
     replace(store / f"{tree}.json", json.dumps(asdict(snapshot)))
     _remove_old(store)
     return snapshot

@@ -515,6 +515,22 @@ def test_follow_skips_log_of_earlier_job(fake):
     assert out.getvalue() == b"later\n"
 
 
+def test_follow_shows_whole_lines_and_the_rest_at_the_end(fake):
+    fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
+    (job,) = slurm.jobs(fake.env)
+    path, out = Path("train.log"), io.BytesIO()
+    log = waiting.Log(0, out)
+    shown = []
+    for text in ("loss", " 0.5\nlo", "x" * (1 << 20), "\nend"):
+        with path.open("a") as file:
+            file.write(text)
+        log.read(job)
+        shown.append(len(out.getvalue()))
+    assert shown == [0, 9, 9 + (1 << 20), 12 + (1 << 20)]
+    log.read(job, last=True)
+    assert out.getvalue() == path.read_bytes()
+
+
 def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

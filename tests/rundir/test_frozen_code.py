@@ -1,7 +1,9 @@
 """Frozen code of a job: what a snapshot has, and that an edit after it changes nothing."""
 
 import os
+import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,20 @@ def frozen():
     """Freeze the current folder; return the record and the files."""
     snapshot = frozen_code.freeze(Path(), STORE)
     return snapshot, texts(frozen_code.files(STORE, snapshot.tree))
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_jobs_that_are_submitted_at_once_have_one_snapshot(project, with_git):
+    if not with_git:
+        shutil.rmtree(".git")
+    for number in range(200):
+        Path("package", f"{number}.py").write_text(f"{number}\n")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: frozen_code.freeze(Path(), STORE), range(8)))
+    assert all(one == found[0] for one in found)
+    assert len(texts(frozen_code.files(STORE, found[0].tree))) == 203
+    left = {path.name for path in STORE.iterdir()} - {found[0].tree, f"{found[0].tree}.json"}
+    assert {name.partition("-")[0] for name in left} == ({"git"} if with_git else {"git", "index"})
 
 
 def test_snapshot_has_committed_changed_and_new_files(project, git):
