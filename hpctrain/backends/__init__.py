@@ -84,7 +84,7 @@ def agent_store(point: RendezvousPoint, timeout: float) -> KeyValueStore | None:
     """
     if point.store is None or point.store.kind != "torchrun":
         return None
-    from hpctrain.backends.ddp import AgentStore
+    from hpctrain.backends.distributed import AgentStore
 
     return AgentStore(point.store, timeout)
 

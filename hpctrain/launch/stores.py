@@ -20,7 +20,7 @@ __all__ = ["Stores"]
 
 _BACKLOG = 4096  # clients that connect while the server imports torch
 
-_SERVERS = ("hpctrain.backends.ddp.store_process", "hpctrain.rendezvous.http_store")
+_SERVERS = ("hpctrain.backends.distributed.store_process", "hpctrain.rendezvous.http_store")
 
 
 class Stores:

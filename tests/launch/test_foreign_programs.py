@@ -16,7 +16,7 @@ from programs import matrix
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 NONE_OF_THEM = "none of the 3 ranks has opened a Session or connected to the others"
-SERVERS = ["hpctrain.backends.ddp.store_process", "hpctrain.rendezvous.http_store"]
+SERVERS = ["hpctrain.backends.distributed.store_process", "hpctrain.rendezvous.http_store"]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from clock import Clock
 from processes import until
 
 from hpctrain.backends.borrowed_env import Environment
-from hpctrain.backends.ddp.flight_recorder import FlightRecorder
+from hpctrain.backends.distributed.flight_recorder import FlightRecorder
 from hpctrain.cluster import proc
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes

@@ -1,9 +1,5 @@
-"""torch.distributed: DistributedDataParallel over NCCL on GPUs and gloo on CPUs.
-
-The only folder that uses torch.distributed.
-"""
+"""DistributedDataParallel, over the process group of torch.distributed."""
 
 from hpctrain.backends.ddp.ddp_backend import DDP, TransparentDDP
-from hpctrain.backends.ddp.store import AgentStore
 
-__all__ = ["DDP", "AgentStore", "TransparentDDP"]
+__all__ = ["DDP", "TransparentDDP"]

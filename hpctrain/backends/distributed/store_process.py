@@ -1,6 +1,6 @@
 """Program that serves a TCPStore on a listening socket, as torchrun's agent does.
 
-    python -m hpctrain.backends.ddp.store_process FD
+    python -m hpctrain.backends.distributed.store_process FD
 
 It runs until it is ended. `hpctrain.launch.stores` starts it when a first client connects.
 """

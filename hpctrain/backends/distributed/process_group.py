@@ -1,0 +1,227 @@
+"""The default process group of torch.distributed: connection, collectives and errors of ranks."""
+
+import datetime
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from hpctrain.backends.barrier import absent, assemble, host_of
+from hpctrain.backends.base import Backend, Work, vector
+from hpctrain.backends.borrowed_env import Environment
+from hpctrain.backends.distributed import text_exchange
+from hpctrain.backends.distributed.flight_recorder import FlightRecorder
+from hpctrain.backends.distributed.store import first_line, open_store
+from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster.env_vars import GLOO_INTERFACE
+from hpctrain.cluster.texts import ranks_text
+from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, StartError, UsageError
+from hpctrain.rendezvous import Rendezvous
+from hpctrain.rendezvous.interfaces import interface_of
+
+__all__ = ["ProcessGroup", "transport_of"]
+
+T = TypeVar("T")
+
+
+class ProcessGroup(Backend):
+    """Base of the backends over torch.distributed: NCCL on GPUs, gloo on CPUs.
+
+    The rendezvous connects its default process group. Subclasses prepare the models.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
+    ) -> None:
+        if dist.is_initialized():
+            raise UsageError(
+                "HT308",
+                "torch.distributed is initialized already",
+                "the Session initializes it",
+                "remove the script's own init_process_group()",
+                "close the earlier Session first",
+            )
+        self.device, self._rendezvous = device, rendezvous
+        self.transport = transport_of(device)
+        self._environment = Environment(os.environ)
+        self._aside: Any = None  # process group of sums in the background, if it is its own
+        world, own = rendezvous.world, rendezvous.roster.addresses[rendezvous.world.rank]
+        start_timeout = settings.start_timeout
+        limits = [
+            datetime.timedelta(seconds=seconds) for seconds in (start_timeout, settings.timeout)
+        ]
+        if self.transport == "gloo":
+            # gloo reads the interface from the environment only. Its default is the address of the
+            # host's own name: on many clusters 127.0.1.1.
+            self._environment.default(GLOO_INTERFACE, interface_of(own))
+            self._recorder = None
+        else:
+            self._recorder = FlightRecorder(self._environment, world.rank)
+        try:
+            store = open_store(rendezvous, limits[0])
+            assemble(PrefixStore(f"{rendezvous.nonce}/here", store), rendezvous, start_timeout)
+            connected = PrefixStore(f"{rendezvous.nonce}/connected", store)
+            try:
+                dist.init_process_group(
+                    self.transport,
+                    store=PrefixStore(rendezvous.nonce, store),
+                    rank=world.rank,
+                    world_size=world.world_size,
+                    timeout=limits[0],
+                    device_id=device if device.type == "cuda" else None,
+                )
+            except BaseException:
+                absent(connected, world.rank)
+                raise
+            assemble(connected, rendezvous, start_timeout)
+            # When a rank is lost, a sum of gloo that fails may keep back the later messages of its
+            # process group. So gradients do not share one with sums that nobody waits for yet.
+            if self.transport == "gloo":
+                self._aside = dist.new_group(timeout=limits[0])
+            for group in (None, self._aside):
+                _set_timeout(limits[1], group)
+            store.set_timeout(limits[1])
+            self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
+        except StartError:
+            self._put_back()
+            raise
+        except (RuntimeError, ValueError) as error:
+            self._put_back()
+            raise RankMissingError(
+                "HT306",
+                f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
+                f"{own} within {start_timeout:.0f} s: {_named(error, rendezvous)}",
+                "a connection between all ranks",
+                "look for a firewall or a host that cannot be reached (hosts of the ranks: "
+                f"{', '.join(world.hosts or ())})",
+                "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
+            ) from None
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum the tensor with an all-reduce."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the maximum with an all-reduce."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather into views of one tensor."""
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather(list(gathered), tensor)
+        return gathered
+
+    def sum_async(self, numbers: Sequence[Any]) -> Work:
+        """Begin an all-reduce, without waiting for it; with gloo, in a process group of its own."""
+        tensor = vector(numbers, self.device)
+        return Work(tensor, dist.all_reduce(tensor, group=self._aside, async_op=True))
+
+    def broadcast_object(self, thing: T, source: int = 0) -> T:
+        """Broadcast the object of one rank."""
+        box = [thing]
+        dist.broadcast_object_list(box, src=source, device=self.device)
+        return box[0]
+
+    def gather_object(self, thing: T) -> list[T]:
+        """Gather the pickled objects over the same group."""
+        box: list[Any] = [None] * self.world_size
+        dist.gather_object(thing, box if self.rank == 0 else None, dst=0)
+        return box if self.rank == 0 else []
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Exchange the texts by messages with their own tag, or by the store with NCCL."""
+        if self.transport == "gloo":
+            return text_exchange.by_messages(self.rank, self.world_size, text)
+        self._exchanges += 1
+        return text_exchange.by_store(
+            self._store, self._exchanges, self.rank, self.world_size, text
+        )
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Broadcast all tensors at the same time."""
+        sent = [t.detach() for t in tensors if t.numel()]
+        works = [dist.broadcast(t, src=source, async_op=True) for t in sent]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def barrier(self) -> None:
+        """Wait at torch.distributed's barrier."""
+        if self.device.type == "cuda":
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+
+    def explain(self, error: BaseException) -> HpctrainError | None:
+        """Return an error for a lost or unresponsive rank; else None."""
+        if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+            return None
+        return RankLostError(
+            "HT309",
+            f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
+            "all ranks until the end of the run",
+            "look for the first error in the logs of the other ranks, and check their hosts",
+            "--resume (from the newest checkpoint; in a job, hpctrain run does so by itself)",
+        )
+
+    def dump_to(self, folder: Path) -> tuple[str, str] | None:
+        """Return how to ask torch's Flight Recorder for the collectives of NCCL."""
+        return self._recorder.dump_to(folder) if self._recorder is not None else None
+
+    def close(self, failure: str | None = None) -> None:
+        """Destroy the process group and restore the environment."""
+        if dist.is_initialized() and not (failure is not None and self.transport == "nccl"):
+            # NCCL's communicators wait for the other ranks, which may be gone after a failure:
+            # then the end of the process frees them.
+            dist.destroy_process_group()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Restore the environment."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._environment.put_back()
+
+
+# Messages in gloo's pair.cc and unbound_buffer.cc, and in ProcessGroupNCCL.cpp, torch 2.15.
+_LOST = re.compile(
+    r"Connection (closed|reset) by|Broken pipe|Timed out waiting|Application timeout"
+    r"|NCCL (error|communicator)|remote process (exited|has terminated)",
+    re.IGNORECASE,
+)
+
+
+def transport_of(device: torch.device) -> str:
+    """Return the name of the library that carries the data of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the time-out of each collective of a group (None: the default one) from now on.
+
+    torch 2.15 renamed the function.
+    """
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
+
+
+def _named(error: Exception, rendezvous: Rendezvous) -> str:
+    """Return torch's message, with the ranks and hosts of the addresses in it."""
+    roster, text = rendezvous.roster, first_line(error)
+    if len(set(roster.addresses)) == 1:
+        return text
+    for address in dict.fromkeys(roster.addresses):
+        ranks = [rank for rank, other in enumerate(roster.addresses) if other == address]
+        host = host_of(rendezvous, ranks[0])
+        if address in text and host not in text:
+            text += f" ({address} is {host}, with {ranks_text(ranks)})"
+    return text
