@@ -266,6 +266,15 @@ class Options:
     ddp_gradient_as_bucket_view: bool = option(
         True, "store gradients in the message buffers, without a copy"
     )
+    fsdp_blocks: str | None = common(
+        None,
+        "classes of the modules whose weights are gathered together (default: what the model "
+        "repeats in a list)",
+        metavar="CLASS[,CLASS]",
+    )
+    fsdp_reshard: bool = option(True, "free the weights of a block between forward and backward")
+    fsdp_hybrid: bool = option(False, "divide the weights within a host, and keep a copy per host")
+    fsdp_offload: bool = option(False, "keep weights and optimizer states in the host's memory")
     horovod_op: str = common(
         "average", "reduction of the gradients over the ranks", choices=("average", "sum", "adasum")
     )

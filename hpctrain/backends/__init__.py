@@ -30,6 +30,7 @@ __all__ = [
 BACKENDS = {
     "single": "hpctrain.backends.single:Single",
     "ddp": "hpctrain.backends.ddp:DDP",
+    "fsdp": "hpctrain.backends.fsdp:FSDP",
     "horovod": "hpctrain.backends.horovod:Horovod",
     "dataparallel": "hpctrain.backends.dataparallel:DataParallel",
 }

@@ -83,12 +83,14 @@ class Backend(ABC):
         rank, world_size: rank of this process and number of ranks, as the backend counts them.
         device: device used by this rank.
         captures_stderr: whether to capture standard error, as the backend's library writes to it.
+        sharded: whether each rank holds only a part of the weights and optimizer states.
         mismatch_fixes: fixes to show when the backend's ranks differ from the launcher's.
     """
 
     name: str
     transport: str
     captures_stderr: bool = False
+    sharded: bool = False
     mismatch_fixes: tuple[str, ...] = ()
     rank: int
     world_size: int
@@ -111,6 +113,9 @@ class Backend(ABC):
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model prepared for all ranks; it keeps its attributes and state_dict()."""
+
+    def adopt(self, optimizer: Optimizer) -> None:  # noqa: B027, as others keep the parameters
+        """Prepare an optimizer, which may have been created before its models were wrapped."""
 
     @abstractmethod
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
@@ -153,6 +158,24 @@ class Backend(ABC):
             step: function that takes the step on this rank, with the current gradients.
         """
         step(optimizer)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return all of a weight, gradient or state; called by all ranks."""
+        return tensor
+
+    def own_part(self, tensor: Tensor) -> Tensor:
+        """Return the part of a weight, gradient or state that this rank holds."""
+        return tensor
+
+    def divide(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor for this rank that is held as another one is.
+
+        Args:
+            whole: all of a weight or state, on each rank.
+            like: weight of this rank, of any shape; a tensor of another shape is not divided.
+        """
+        del like
+        return whole
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class BackendSettings:
         accumulate: micro-batches per step.
         deterministic: whether repeated runs have to be bit-equal.
         loss_scaled: whether a loss scale may skip steps, which all ranks then have to skip alike.
+        precision: name of the precision.
         own: options of this backend alone, by name without the prefix of the backend.
     """
 
@@ -25,4 +26,5 @@ class BackendSettings:
     accumulate: int = 1
     deterministic: bool = False
     loss_scaled: bool = False
+    precision: str = "fp32"
     own: Mapping[str, Any] = field(default_factory=dict)

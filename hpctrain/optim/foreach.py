@@ -3,19 +3,20 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["at_least_fp32", "grouped"]
 
 
 def grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors into lists of one device and dtype each, in order.
+    """Group tensors into lists of one class, device and dtype each, in order.
 
     `torch._foreach_*` uses one kernel for such a list, and one per tensor for mixed lists.
     """
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    lists: dict[tuple[type[Tensor], torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        kind = Tensor if type(tensor) is nn.Parameter else type(tensor)
+        lists.setdefault((kind, tensor.device, tensor.dtype), []).append(tensor)
     return list(lists.values())
 
 

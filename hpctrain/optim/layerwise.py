@@ -114,7 +114,12 @@ class Layerwise(Optimizer):
 
     Tensors of one device and dtype are processed together. Half-precision parameters have their
     computation and state in fp32.
+
+    Attributes:
+        needs_whole_weights: True, as a trust ratio needs the norms of whole weights.
     """
+
+    needs_whole_weights = True
 
     def update(self, parts: list[ForeachGroup]) -> None:
         """Update all parameters that have gradients."""

@@ -302,7 +302,7 @@ class Gradients:
         finally:
             self._inside = False
         if norm is not None:
-            self.norm = norm
+            self.norm = norm = self._backend.whole(norm)
         return norm
 
     def _clear(self, optimizers: Sequence[Optimizer]) -> None:

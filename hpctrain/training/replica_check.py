@@ -76,7 +76,16 @@ class ReplicaCheck:
         self._taken: deque[_Sums] = deque()  # those whose digest is in a sum under way
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.due = self.forced = sys.maxsize
-        if context.backend.world_size > 1:
+        self._none = context.backend.world_size == 1 or context.backend.sharded
+        if context.backend.sharded and self._every:
+            raise UsageError(
+                "HT319",
+                f"--check-replicas-every {self._every} with --backend {context.backend.name}",
+                "ranks that all have the same weights",
+                "leave --check-replicas-every out",
+                "--backend ddp",
+            )
+        if not self._none:
             self._plan(step, _WARM_UP)
         self._begin_interval(step)
 
@@ -92,7 +101,7 @@ class ReplicaCheck:
             UsageError: they differ, and have not been equal since the run began.
             ReplicaError: they differ now.
         """
-        if self._context.backend.world_size == 1:
+        if self._none:
             return
         self._refuse_unlike(self._sums(step))
         self._agreed = step

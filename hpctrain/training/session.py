@@ -225,6 +225,7 @@ class Session(Collectives):
         self.backend.broadcast(self.precision.masters())
         for thing in things:
             if isinstance(thing, Optimizer) and thing not in optimizers:
+                self.backend.adopt(thing)
                 prepare.prepare_optimizer(thing, models, self.options, self.batches)
                 self.precision.adopt(thing)
                 prepare.share_state(thing, self.backend)

@@ -158,6 +158,7 @@ def _equip(
             batches.accumulate,
             options.deterministic,
             numbers.requires_synced_skip,
+            numbers.name,
             own,
         )
         backends.check(backend, world, chosen, settings)

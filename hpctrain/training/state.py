@@ -14,6 +14,7 @@ from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 from hpctrain.optim import scheduled
 from hpctrain.process import random_states
 from hpctrain.process.logging import logger
+from hpctrain.process.pytree import map_tensors
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, plain_state
 from hpctrain.training.consensus import on_rank_zero
@@ -83,6 +84,41 @@ class Restored:
     later: "list[LaterGroups]"
 
 
+def _divide(context: Context, state: dict[str, Any]) -> None:
+    """Replace the weights and averages of a loaded state by what this rank holds of them."""
+    if not context.backend.sharded:
+        return
+    divide = context.backend.divide
+    own = [model.state_dict() for model in context.models]
+    averages = state["ema"]["averages"] if "ema" in state else []
+    for states in (state["model"], averages):
+        for values, ours in zip(states, own, strict=False):
+            for name in values.keys() & ours.keys():
+                values[name] = divide(values[name], ours[name])
+
+
+def _divided(context: Context, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved state of an optimizer, with what this rank holds of it."""
+    if not context.backend.sharded:
+        return saved
+    groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    own = {
+        number: parameter
+        for theirs, ours in groups
+        for number, parameter in zip(theirs["params"], ours["params"], strict=False)
+    }
+    divide = context.backend.divide
+    state = {
+        number: {
+            name: divide(value, own[number]) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        for number, values in saved["state"].items()
+        if number in own
+    }
+    return {**saved, "state": state}
+
+
 def refuse_stateless(others: Mapping[str, Any]) -> None:
     """Refuse objects that a checkpoint cannot hold, or that a resume cannot fill in place.
 
@@ -111,8 +147,18 @@ def refuse_nonfinite(context: Context, step: int) -> None:
     Raises:
         NonFiniteError: the weights are no longer finite.
     """
-    weights = [p for model in context.models for p in model.parameters() if p.requires_grad]
-    if weights and not torch.stack([p.detach().isfinite().all() for p in weights]).all():
+    backend = context.backend
+    weights = [
+        backend.own_part(parameter.detach())
+        for model in context.models
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    finite = not weights or bool(torch.stack([one.isfinite().all() for one in weights]).all())
+    if backend.sharded:  # other parts may be finite
+        unlike = torch.tensor(int(not finite), device=context.device)
+        finite = int(backend.sum(unlike).item()) == 0
+    if not finite:
         error = NonFiniteError(
             "HT613",
             f"the weights are not finite any more at step {step}, so they are not kept",
@@ -182,10 +228,11 @@ def gather(
         first, ranks[0]["buffers"] = ranks[0]["buffers"], []
     if on_each_host:
         first, small = context.backend.broadcast_object((first, small))
-    if context.world.rank > 0 and not (on_each_host and context.world.local_rank == 0):
+    wanted = context.world.rank == 0 or (on_each_host and context.world.local_rank == 0)
+    if not wanted and not context.backend.sharded:
         return None
     models = [model.state_dict() for model in context.models]
-    if context.world.rank > 0:
+    if context.world.rank > 0 and wanted:
         for model, buffers in zip(models, first, strict=True):
             model.update(buffers)  # those of this rank may differ
     state = {
@@ -195,7 +242,16 @@ def gather(
     }
     if context.ema is not None:
         state["ema"] = context.ema.state_dict()
-    return state
+    if context.backend.sharded:
+        # Each tensor leaves its device at once: a device has no room for all of them.
+        whole = context.backend.whole
+
+        def gathered(tensor: Tensor) -> Tensor | None:
+            all_of_it = whole(tensor)
+            return all_of_it.cpu() if wanted else None
+
+        state = map_tensors(gathered, state)
+    return state if wanted else None
 
 
 def _of_rank_0(
@@ -282,11 +338,14 @@ def restore(
     step, state = loaded
     position = state["position"]
     _compare(context, directory, position)
+    _divide(context, state)
     _fill("model", context.models, state["model"])
     _train_again(context, position)
     rates = _rates(context)
     later = _later_groups(context, position, state["optimizer"])
     states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
+    pairs = zip(context.optimizers, states, strict=False)
+    states[: len(context.optimizers)] = [_divided(context, *pair) for pair in pairs]
     _fill("optimizer", context.optimizers, states)
     course = context.options.sets_rates or any(map(scheduled, context.optimizers))
     if rates != _rates(context) and not course:
@@ -379,7 +438,7 @@ class LaterGroups:
             own = [self._parts.precision.master(models[n][name]) for n, name in names]
             self.optimizer.add_param_group({**group, "params": own})
             logger.info("%d parameters that were added to the optimizer are again", len(own))
-        self.optimizer.load_state_dict(self._saved)
+        self.optimizer.load_state_dict(_divided(self._parts, self.optimizer, self._saved))
 
 
 def _later_groups(

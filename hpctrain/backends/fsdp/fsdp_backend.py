@@ -1,0 +1,172 @@
+"""Models whose weights, gradients and optimizer states are divided among the ranks: FSDP2.
+
+Source: `torch.distributed.fsdp.fully_shard` in torch's documentation; Rajbhandari et al., "ZeRO",
+2020 (arXiv 1910.02054).
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from hpctrain.backends.distributed import ProcessGroup
+from hpctrain.backends.fsdp.blocks import find_blocks
+from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster.world import World
+from hpctrain.errors import UsageError
+from hpctrain.process.logging import logger
+from hpctrain.rendezvous import Rendezvous
+
+__all__ = ["FSDP"]
+
+_PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
+
+
+class FSDP(ProcessGroup):
+    """The backend whose ranks each hold a part of every weight, as torch's FSDP2 divides it.
+
+    A block of the model is gathered before its forward and backward passes, and freed after them.
+    Gradients are averaged as they are divided again.
+    """
+
+    name = "fsdp"
+    sharded = True
+
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
+    ) -> None:
+        super().__init__(rendezvous, device, settings)
+        self._own, self._precision = settings.own, settings.precision
+        world = rendezvous.world
+        shape: tuple[int, ...] = (world.world_size,)
+        dimensions: tuple[str, ...] = ("shard",)
+        if settings.own["hybrid"]:
+            counts = Counter(rendezvous.roster.host_names)
+            if len(set(counts.values())) > 1:
+                raise UsageError(
+                    "HT319",
+                    "--fsdp-hybrid, and "
+                    + ", ".join(f"{count} ranks on {host}" for host, count in counts.items()),
+                    "the same number of ranks on each host",
+                    "leave --fsdp-hybrid out",
+                )
+            shape = (len(counts), world.world_size // len(counts))
+            dimensions = ("replicate", "shard")
+        self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=dimensions)
+
+    @classmethod
+    def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
+        """Check that the precision has no loss scale and no master weights.
+
+        Raises:
+            UsageError: the backend does not support the precision or an option.
+        """
+        if settings.precision not in _PRECISIONS:
+            raise UsageError(
+                "HT319",
+                f"--backend fsdp with --precision {settings.precision}",
+                f"--precision {', '.join(_PRECISIONS[:-1])} or {_PRECISIONS[-1]}: a loss scale and "
+                "half-precision weights would have to be the same for all parts of a weight",
+                "--precision bf16",
+                "--backend ddp",
+            )
+        if settings.own["offload"] and device.type == "cpu":
+            raise UsageError(
+                "HT319",
+                "--fsdp-offload on a CPU",
+                "a GPU, whose weights wait in the memory of the host",
+                "leave --fsdp-offload out",
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Divide the model in place; all ranks begin with the weights of rank 0.
+
+        Raises:
+            UsageError: the model has no block of a class in `--fsdp-blocks`.
+        """
+        self.broadcast([*model.parameters(), *model.buffers()])
+        blocks = find_blocks(model, self._own["blocks"])
+        before = dict(model.named_parameters(remove_duplicate=False))
+        half = torch.bfloat16 if self._precision == "bf16" else None
+        arguments: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(half, torch.float32 if half else None),
+            "offload_policy": CPUOffloadPolicy() if self._own["offload"] else OffloadPolicy(),
+        }
+        for block in reversed(blocks):  # inner blocks first
+            fully_shard(block, reshard_after_forward=self._own["reshard"], **arguments)
+        fully_shard(model, reshard_after_forward=False, **arguments)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            # An optimizer may have been created before, and still has the parameter as it was.
+            before[name].divided = parameter  # type: ignore[attr-defined]
+        counts = Counter(type(block).__name__.removeprefix("FSDP") for block in blocks)
+        logger.info(
+            "fsdp gathers the weights of %s at a time, and the rest of the %s",
+            " or ".join(f"one of {count} {name}" for name, count in counts.items())
+            or "the whole model",
+            type(model).__name__.removeprefix("FSDP"),
+        )
+        return model
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer update this rank's parts of its parameters.
+
+        Raises:
+            UsageError: the optimizer has a state of whole parameters, or needs whole weights.
+        """
+        if getattr(optimizer, "needs_whole_weights", False):
+            raise UsageError(
+                "HT319",
+                f"{type(optimizer).__name__} under --backend fsdp",
+                "an optimizer that treats each number of a weight alike: a rank does not know the "
+                "norms of whole weights",
+                "torch.optim.AdamW or SGD",
+                "--backend ddp",
+            )
+        changed = False
+        for group in optimizer.param_groups:
+            parts = [getattr(parameter, "divided", parameter) for parameter in group["params"]]
+            changed = changed or any(
+                a is not b for a, b in zip(parts, group["params"], strict=True)
+            )
+            group["params"] = parts
+        if changed and optimizer.state:
+            raise UsageError(
+                "HT319",
+                f"a {type(optimizer).__name__} that has a state already, under --backend fsdp",
+                "an optimizer that has not stepped, as its state is divided, too",
+                "optimizer.load_state_dict(…) after session.prepare(model, optimizer)",
+                "--resume (goes on with the state in the run directory)",
+            )
+
+    def synchronize(self, model: nn.Module, wanted: bool) -> None:
+        """Let the next backward pass average the gradients, or add them up on each rank."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(wanted)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Gather the parts of a tensor; called by all ranks."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def own_part(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor that this rank holds."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def divide(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Divide a tensor, which each rank has, as another tensor of its shape is divided."""
+        if not isinstance(like, DTensor) or whole.shape != like.shape:
+            return whole
+        return distribute_tensor(
+            whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        )

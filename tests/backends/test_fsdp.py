@@ -1,0 +1,196 @@
+"""FSDP: losses, weights, clipping and resume of divided models, against those of one process."""
+
+import os
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import hpctrain
+import hpctrain.optim
+from hpctrain.backends.fsdp.blocks import find_blocks
+from hpctrain.checkpoint import load_newest
+from hpctrain.errors import UsageError
+from hpctrain.rundir import RunDirectory
+
+STEPS, SAMPLES, WORDS, WIDTH = 24, 48, 11, 10
+
+
+class Block(nn.Module):
+    """A block of a transformer, of sizes that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        return x + self.down(self.up(x).relu())
+
+
+class Language(nn.Module):
+    """A transformer with tied embeddings, and a part that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.positions = nn.Embedding(5, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(4)
+    data = torch.randint(0, WORDS, (SAMPLES, 6), generator=generator)
+    return torch.utils.data.TensorDataset(data[:, :-1], data[:, 1:])
+
+
+def train(
+    backend, early=False, kind=torch.optim.AdamW, after=lambda session, model: None, **options
+):
+    """Train; return rows of metrics, norms, and the largest share of a weight on this rank."""
+    options = {"global_batch": 12, "batch_size": 1, "precision": "fp64", "seed": 2} | options
+    options = {"epochs": 6, "run_dir": "run", "log_every": 1, "clip_norm": 0.7} | options
+    backend = backend if int(os.environ["HPCTRAIN_WORLD_SIZE"]) > 1 else "single"
+    with hpctrain.Session(backend=backend, **options) as session:
+        model = Language()
+        if early:
+            model, _ = session.prepare(model, kind(model.parameters(), 0.01))
+        else:
+            model = session.prepare(model)
+            session.prepare(kind([p for p in model.parameters() if p.requires_grad], 0.01))
+        loader = session.loader(tokens())
+        with session.run() as run:
+            for _ in run.epochs():
+                for inputs, targets in run.batches(loader):
+                    with session.autocast():
+                        logits = model(inputs)
+                        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                    session.step(loss)
+                    run.log(loss=loss)
+        parts = [session.backend.own_part(p).numel() / p.numel() for p in model.parameters()]
+        rows = run.directory.rows() if session.is_main else []
+        return rows, max(parts), len(model.state_dict())
+
+
+def start(size, path, *arguments, **options):
+    """Start ranks in a folder; return the result of rank 0, or the error of a rank."""
+    before = Path.cwd()
+    Path(path).mkdir(exist_ok=True)
+    os.chdir(path)
+    try:
+        return ranks.values(ranks.run(size, trained, arguments, options))[0]
+    finally:
+        os.chdir(before)
+
+
+def trained(arguments, options):
+    return train(*arguments, **options)
+
+
+def state(path):
+    return load_newest(RunDirectory(Path(path, "run")))[1]
+
+
+def assert_close(found, expected, **tolerance):
+    """Compare weights, and optimizer states by number of the parameter."""
+    for name, value in expected["model"][0].items():
+        torch.testing.assert_close(found["model"][0][name], value, **tolerance)
+    for number, values in expected["optimizer"][0]["state"].items():
+        for name, value in values.items():
+            own = found["optimizer"][0]["state"][number][name]
+            torch.testing.assert_close(own, value, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (3, {"early": True}),
+        *(
+            pytest.param(size, options, marks=pytest.mark.slow)
+            for size, options in [
+                (2, {}),
+                (4, {"ema": 0.9}),
+                (3, {"fsdp_reshard": False}),
+                (3, {"fsdp_blocks": "Block,MultiheadAttention"}),
+                (3, {"kind": torch.optim.SGD}),
+            ]
+        ),
+    ],
+)
+def test_fsdp_has_the_losses_norms_and_weights_of_one_process(size, options):
+    own = {name: value for name, value in options.items() if not name.startswith("fsdp")}
+    expected, *_ = start(1, "one", "single", **own)
+    rows, share, names = start(size, "many", "fsdp", **options)
+    assert share <= 0.6  # 3 of 5 rows
+    assert names == len(Language().state_dict())
+    for name in ("loss", "grad_norm"):
+        assert [r[name] for r in rows] == pytest.approx([r[name] for r in expected], rel=1e-9)
+    assert_close(state("many"), state("one"), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("fsdp", 3), ("fsdp", 3)),
+        *(
+            pytest.param(before, after, marks=pytest.mark.slow)
+            for before, after in [
+                (("fsdp", 3), ("fsdp", 2)),
+                (("fsdp", 2), ("fsdp", 4)),
+                (("fsdp", 3), ("ddp", 3)),
+                (("ddp", 3), ("fsdp", 3)),
+                (("fsdp", 3), ("single", 1)),
+                (("single", 1), ("fsdp", 3)),
+            ]
+        ),
+    ],
+)
+def test_fsdp_resumes_from_and_for_each_backend_and_world(before, after):
+    options = {"early": True, "ema": 0.9}
+    start(after[1], "whole", after[0], **options)
+    start(before[1], "parts", before[0], **options, max_steps=10)
+    elastic = before[1] != after[1]
+    start(after[1], "parts", after[0], **options, resume=True, elastic=elastic)
+    exact = {} if before != after else {"rtol": 0, "atol": 0}
+    found, expected = state("parts"), state("whole")
+    assert found["position"]["step"] == expected["position"]["step"] == STEPS
+    assert_close(found, expected, **(exact or {"rtol": 1e-9, "atol": 1e-9}))
+
+
+def test_blocks_are_what_the_model_repeats():
+    model = Language()
+    assert find_blocks(model, None) == list(model.blocks)
+    assert find_blocks(model, "MultiheadAttention") == [one.attention for one in model.blocks]
+    assert find_blocks(nn.Linear(3, 3), None) == []
+    layers = nn.Sequential(nn.Sequential(Block(), Block()), nn.ReLU(), nn.ReLU(), Block())
+    assert find_blocks(layers, None) == [*layers[0]]
+    with pytest.raises(UsageError, match="has no Blok") as caught:
+        find_blocks(model, "Blok")
+    assert "Block" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"precision": "fp16"}, "--backend fsdp with --precision fp16"),
+        ({"check_replicas_every": 5}, "--check-replicas-every 5 with --backend fsdp"),
+        ({"fsdp_offload": True}, "--fsdp-offload on a CPU"),
+        ({"kind": hpctrain.optim.LAMB}, "LAMB under --backend fsdp"),
+    ],
+)
+def test_what_fsdp_cannot_do_is_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        start(2, "refused", "fsdp", **options)
