@@ -266,7 +266,7 @@ class Options:
     ddp_gradient_as_bucket_view: bool = option(
         True, "store gradients in the message buffers, without a copy"
     )
-    fsdp_blocks: str | None = common(
+    fsdp_blocks: str | None = option(
         None,
         "classes of the modules whose weights are gathered together (default: what the model "
         "repeats in a list)",

@@ -12,7 +12,7 @@ would wait for gloo's time-out. The thread of rank 0 serves Horovod's store as w
     rank 0 → rank   ["port", PORT]            all ranks are there; port of Horovod's store
     rank 0 → rank   ["missing", RANKS]        some ranks did not come in time
     rank → rank 0   ["end", REASON, WAIT]     what failed there, and what the rank waits for
-    rank 0 → rank   ["report"]                a rank that waits for others sends "end"
+    rank 0 → rank   ["report"]                a rank sends "end" as soon as it waits for others
     rank 0 → rank   ["cause", FINDINGS]       the rank then closes its connection
     rank → rank 0   ["left"]                  the rank leaves normally
 """
@@ -94,6 +94,7 @@ class Liveness:
         self._assembled, self._known = threading.Event(), threading.Event()
         self._outbox: list[tuple[Any, ...]] = []  # messages that the thread has to send
         self._connection: Connection | None = None
+        self._asked = False  # whether rank 0 wants to know what this rank waits for
         self._told_at: float | None = None  # when this rank reported a failure or a long wait
         self._cut_at: float | None = None
         self._closing = False
@@ -191,7 +192,7 @@ class Liveness:
                 self._missing = missing
                 self._assembled.set()
             case ["report"]:
-                self._report_wait()
+                self._asked = True
             case ["cause", dict(found)]:
                 self._end_waits(Findings(**found))
 
@@ -202,18 +203,16 @@ class Liveness:
 
     def _tick(self, now: float) -> None:
         since = self._wait.since
-        if since is not None and now - since > self._settings.timeout:
-            self._report_wait()
+        waits_long = since is not None and now - since > self._settings.timeout
+        # A rank that is asked between two waits reports at the next one.
+        if (waits_long or (self._asked and since is not None)) and self._told_at is None:
+            self.report()
         self._send()
         if self._told_at is not None and now - self._told_at > _PATIENCE_SECONDS:
             self._end_waits(Findings(unresponsive=[0]))
         if self._cut_at is not None and now >= self._cut_at:
             self._cut_at = None
             self._cut()
-
-    def _report_wait(self) -> None:
-        if self._wait.since is not None and self._told_at is None:
-            self.report()
 
     def _end_waits(self, found: Findings) -> None:
         """Take over the findings, and end all waits.
