@@ -48,7 +48,7 @@ LEAVES = """
 code = int(os.environ["CODE"])
 if code == 75 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
     code = 0
-print("leaves with", code, flush=True)
+print(f"leaves with {code}", flush=True)
 sys.exit(code)
 """
 

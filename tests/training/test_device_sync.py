@@ -114,7 +114,7 @@ def take_digest():
         optimizer.state[parameter] = {"step": torch.tensor(float(number)), **moments}
     context = SimpleNamespace(
         options=SimpleNamespace(check_replicas_every=1),
-        backend=SimpleNamespace(world_size=3),
+        backend=SimpleNamespace(world_size=3, sharded=False),
         device=META,
         precision=SimpleNamespace(master=lambda parameter: parameter),
         models=[model],

@@ -237,7 +237,7 @@ class Alone:
         self.tensors = list(model.parameters())
         context = SimpleNamespace(
             options=SimpleNamespace(check_replicas_every=every),
-            backend=SimpleNamespace(world_size=3, gather_object=None),
+            backend=SimpleNamespace(world_size=3, sharded=False, gather_object=None),
             device=torch.device("cpu"),
             precision=SimpleNamespace(master=lambda parameter: parameter),
             models=[model],
