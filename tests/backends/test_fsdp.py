@@ -85,13 +85,13 @@ def train(
         return rows, max(parts), len(model.state_dict())
 
 
-def start(size, path, *arguments, **options):
+def start(size, path, *arguments, layout=(), **options):
     """Start ranks in a folder; return the result of rank 0, or the error of a rank."""
     before = Path.cwd()
     Path(path).mkdir(exist_ok=True)
     os.chdir(path)
     try:
-        return ranks.values(ranks.run(size, trained, arguments, options))[0]
+        return ranks.values(ranks.run(size, trained, arguments, options, layout=layout))[0]
     finally:
         os.chdir(before)
 
@@ -126,12 +126,13 @@ def assert_close(found, expected, **tolerance):
                 (3, {"fsdp_reshard": False}),
                 (3, {"fsdp_blocks": "Block,MultiheadAttention"}),
                 (3, {"kind": torch.optim.SGD}),
+                (4, {"fsdp_hybrid": True, "layout": (2, 2)}),
             ]
         ),
     ],
 )
 def test_fsdp_has_the_losses_norms_and_weights_of_one_process(size, options):
-    own = {name: value for name, value in options.items() if not name.startswith("fsdp")}
+    own = {name: value for name, value in options.items() if name[:4] not in ("fsdp", "layo")}
     expected, *_ = start(1, "one", "single", **own)
     rows, share, names = start(size, "many", "fsdp", **options)
     assert share <= 0.6  # 3 of 5 rows
@@ -188,9 +189,10 @@ def test_blocks_are_what_the_model_repeats():
         ({"precision": "fp16"}, "--backend fsdp with --precision fp16"),
         ({"check_replicas_every": 5}, "--check-replicas-every 5 with --backend fsdp"),
         ({"fsdp_offload": True}, "--fsdp-offload on a CPU"),
+        ({"fsdp_hybrid": True, "layout": (2, 1)}, "2 ranks on node1, 1 rank on node2"),
         ({"kind": hpctrain.optim.LAMB}, "LAMB under --backend fsdp"),
     ],
 )
 def test_what_fsdp_cannot_do_is_refused(options, text):
     with pytest.raises(UsageError, match=text):
-        start(2, "refused", "fsdp", **options)
+        start(sum(options.get("layout", (2,))), "refused", "fsdp", **options)

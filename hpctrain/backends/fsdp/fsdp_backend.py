@@ -57,7 +57,7 @@ class FSDP(ProcessGroup):
                 raise UsageError(
                     "HT319",
                     "--fsdp-hybrid, and "
-                    + ", ".join(f"{count} ranks on {host}" for host, count in counts.items()),
+                    + ", ".join(f"{n} rank{'s' * (n > 1)} on {host}" for host, n in counts.items()),
                     "the same number of ranks on each host",
                     "leave --fsdp-hybrid out",
                 )
