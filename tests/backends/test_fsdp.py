@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import battery
 import pytest
 import ranks
 import torch
@@ -169,6 +170,23 @@ def test_fsdp_resumes_from_and_for_each_backend_and_world(before, after):
     found, expected = state("parts"), state("whole")
     assert found["position"]["step"] == expected["position"]["step"] == STEPS
     assert_close(found, expected, **(exact or {"rtol": 1e-9, "atol": 1e-9}))
+
+
+def train_images(folder):
+    """Train a net with batch norm in bf16; return the losses."""
+    with hpctrain.Session(
+        backend="fsdp", precision="bf16", batch_size=4, max_steps=8, log_every=1, run_dir=folder
+    ) as session:
+        losses, model = battery.train(session, 8)
+        kinds = {session.backend.own_part(p).dtype for p in model.parameters()}
+        assert kinds == {torch.float32}
+        return losses
+
+
+def test_batch_norm_trains_in_bf16():
+    losses = ranks.values(ranks.run(3, train_images, "run"))[0]
+    assert len(losses) == 8
+    assert max(losses) < 4
 
 
 def test_blocks_are_what_the_model_repeats():

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hpctrain.backends.distributed import ProcessGroup
@@ -101,21 +102,28 @@ class FSDP(ProcessGroup):
         half = torch.bfloat16 if self._precision == "bf16" else None
         arguments: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(half, torch.float32 if half else None),
             "offload_policy": CPUOffloadPolicy() if self._own["offload"] else OffloadPolicy(),
         }
+        if half is not None:
+            # The running statistics of batch norm are in fp32, and it needs weights like them.
+            whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+            for module in model.modules():
+                if isinstance(module, _BatchNorm):
+                    fully_shard(module, mp_policy=whole, **arguments)
+        arguments["mp_policy"] = MixedPrecisionPolicy(half, torch.float32 if half else None)
         for block in reversed(blocks):  # inner blocks first
-            fully_shard(block, reshard_after_forward=self._own["reshard"], **arguments)
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, reshard_after_forward=self._own["reshard"], **arguments)
         fully_shard(model, reshard_after_forward=False, **arguments)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             # An optimizer may have been created before, and still has the parameter as it was.
             before[name].divided = parameter  # type: ignore[attr-defined]
         counts = Counter(type(block).__name__.removeprefix("FSDP") for block in blocks)
         logger.info(
-            "fsdp gathers the weights of %s at a time, and the rest of the %s",
+            "fsdp gathers the weights of %s at a time%s",
             " or ".join(f"one of {count} {name}" for name, count in counts.items())
             or "the whole model",
-            type(model).__name__.removeprefix("FSDP"),
+            "" if blocks else ", as no container has several modules of one class (--fsdp-blocks)",
         )
         return model
 
