@@ -14,9 +14,8 @@ from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 from hpctrain.optim import scheduled
 from hpctrain.process import random_states
 from hpctrain.process.logging import logger
-from hpctrain.process.pytree import map_tensors
 from hpctrain.rundir import RunDirectory
-from hpctrain.training import identity, plain_state
+from hpctrain.training import identity, plain_state, sharded_state
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
@@ -82,41 +81,6 @@ class Restored:
     stream: Any
     left: dict[str, Any]
     later: "list[LaterGroups]"
-
-
-def _divide(context: Context, state: dict[str, Any]) -> None:
-    """Replace the weights and averages of a loaded state by what this rank holds of them."""
-    if not context.backend.sharded:
-        return
-    divide = context.backend.divide
-    own = [model.state_dict() for model in context.models]
-    averages = state["ema"]["averages"] if "ema" in state else []
-    for states in (state["model"], averages):
-        for values, ours in zip(states, own, strict=False):
-            for name in values.keys() & ours.keys():
-                values[name] = divide(values[name], ours[name])
-
-
-def _divided(context: Context, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved state of an optimizer, with what this rank holds of it."""
-    if not context.backend.sharded:
-        return saved
-    groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
-    own = {
-        number: parameter
-        for theirs, ours in groups
-        for number, parameter in zip(theirs["params"], ours["params"], strict=False)
-    }
-    divide = context.backend.divide
-    state = {
-        number: {
-            name: divide(value, own[number]) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for number, values in saved["state"].items()
-        if number in own
-    }
-    return {**saved, "state": state}
 
 
 def refuse_stateless(others: Mapping[str, Any]) -> None:
@@ -243,14 +207,7 @@ def gather(
     if context.ema is not None:
         state["ema"] = context.ema.state_dict()
     if context.backend.sharded:
-        # Each tensor leaves its device at once: a device has no room for all of them.
-        whole = context.backend.whole
-
-        def gathered(tensor: Tensor) -> Tensor | None:
-            all_of_it = whole(tensor)
-            return all_of_it.cpu() if wanted else None
-
-        state = map_tensors(gathered, state)
+        state = sharded_state.gathered(context.backend, state, wanted)
     return state if wanted else None
 
 
@@ -338,14 +295,14 @@ def restore(
     step, state = loaded
     position = state["position"]
     _compare(context, directory, position)
-    _divide(context, state)
+    sharded_state.divide(context, state)
     _fill("model", context.models, state["model"])
     _train_again(context, position)
     rates = _rates(context)
     later = _later_groups(context, position, state["optimizer"])
     states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
     pairs = zip(context.optimizers, states, strict=False)
-    states[: len(context.optimizers)] = [_divided(context, *pair) for pair in pairs]
+    states[: len(context.optimizers)] = [sharded_state.divided(context, *pair) for pair in pairs]
     _fill("optimizer", context.optimizers, states)
     course = context.options.sets_rates or any(map(scheduled, context.optimizers))
     if rates != _rates(context) and not course:
@@ -438,7 +395,9 @@ class LaterGroups:
             own = [self._parts.precision.master(models[n][name]) for n, name in names]
             self.optimizer.add_param_group({**group, "params": own})
             logger.info("%d parameters that were added to the optimizer are again", len(own))
-        self.optimizer.load_state_dict(_divided(self._parts, self.optimizer, self._saved))
+        self.optimizer.load_state_dict(
+            sharded_state.divided(self._parts, self.optimizer, self._saved)
+        )
 
 
 def _later_groups(

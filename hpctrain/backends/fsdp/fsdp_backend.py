@@ -47,7 +47,6 @@ class FSDP(ProcessGroup):
     def __init__(
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None:
-        super().__init__(rendezvous, device, settings)
         self._own, self._precision = settings.own, settings.precision
         world = rendezvous.world
         shape: tuple[int, ...] = (world.world_size,)
@@ -64,6 +63,8 @@ class FSDP(ProcessGroup):
                 )
             shape = (len(counts), world.world_size // len(counts))
             dimensions = ("replicate", "shard")
+        # After the check: an error must leave no process group open.
+        super().__init__(rendezvous, device, settings)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=dimensions)
 
     @classmethod
