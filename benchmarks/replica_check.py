@@ -23,7 +23,7 @@ from harness import Results, compare, run, start
 from torch import nn
 
 import hpctrain
-from hpctrain.process.phases import COMPUTING
+from hpctrain.process.phases import COMPUTING, PHASES
 from hpctrain.tools.bench.measure import take_turns
 from hpctrain.training.replica_check import ReplicaCheck
 
@@ -47,7 +47,7 @@ class Arm:
             session._context, options=replace(session.options, check_replicas_every=EVERY[name])
         )
         self._backend, self._train, self._waits = session.backend, train, name == WAITING
-        self._seconds = [0.0] * (COMPUTING + 1)
+        self._seconds = [0.0] * (1 + max(PHASES))
         self._check = ReplicaCheck(context, self._seconds, 0, resumed=True)
         self._step, self._pending = 0, None
 

@@ -22,7 +22,7 @@ def train_and_catch(**options):
     with session(global_batch=12, seed=2, run_dir="run", log_every=1, **options) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        loader = opened.loader(images(60))
+        loader = opened.loader(images(480))
         with opened.run() as run:
             caught = []
             for _ in run.epochs(2):
@@ -35,6 +35,7 @@ def train_and_catch(**options):
                 except BaseException as error:
                     caught.append(type(error).__name__)
                     break
+            # Inside of an epoch: epochs() itself ends the run between two of them.
             assert bool(caught) == (not opened.options.resume)
         return run.step
 
@@ -43,9 +44,9 @@ def train_and_catch(**options):
 def test_stop_that_the_script_catches_still_stops_and_resumes(size):
     assert ranks.run(size, train_and_catch) == [("exit", 75)] * size
     assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
-    assert ranks.values(ranks.run(size, go_on)) == [10] * size
+    assert ranks.values(ranks.run(size, go_on)) == [80] * size
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["step"] for row in rows] == list(range(1, 81))
 
 
 def go_on():
