@@ -446,7 +446,9 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
         lacking("horovod", "hpctrain horovod build")
     epochs = os.environ.get("TEST_CHAOS_EPOCHS", "30")  # of two seconds
     options = ("--backend", backend, "--epochs", epochs)
-    job = run_command(cluster, nodes=3, script=(*options, "--pace", "0.2"))
+    # At a mean distance of 15 s, three kills in a row may leave no time for a step.
+    run = ("--max-attempts", 10)
+    job = run_command(cluster, nodes=3, run=run, script=(*options, "--pace", "0.2"))
     job.until(job.steps)
     words = ["chaos", job.number, "--count", "1000", "--mean", "15", "--seed", "1"]
     done = cluster.run(
