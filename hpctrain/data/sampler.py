@@ -110,23 +110,46 @@ class EvaluationSampler(Sampler[list[int]]):
         length: number of samples.
         batch_size: batch size of one rank.
         world: this rank and the world size.
+        even: whether all ranks need the same number of batches, as they compute together. Then the
+            last batches are of unlike sizes, at most one sample larger than the batch size.
 
     Attributes:
         uneven: whether ranks have different numbers of batches.
         idle: whether a rank has no batch, and another one has.
+
+    Raises:
+        UsageError: all ranks need a batch, and there are fewer samples than ranks.
     """
 
-    def __init__(self, length: int, batch_size: int, world: World) -> None:
+    def __init__(self, length: int, batch_size: int, world: World, even: bool = False) -> None:
+        if even and 0 < length < world.world_size:
+            raise UsageError(
+                "HT507",
+                f"{length} samples for an evaluation by {world.world_size} ranks, which compute "
+                "each batch together",
+                "a sample for each rank",
+                "--backend ddp",
+            )
         self.length = length
         self.batch_size = batch_size
         batches = -(-length // batch_size)
-        self.uneven = batches % world.world_size > 0
-        self.idle = 0 < batches < world.world_size
-        self._starts = range(world.rank * batch_size, length, batch_size * world.world_size)
+        size, rank = world.world_size, world.rank
+        self.uneven = batches % size > 0 and not even
+        self.idle = 0 < batches < size and not even
+        end = length
+        if even:
+            end -= length % (batch_size * size)
+            if end and 0 < length - end < size:
+                end -= batch_size * size
+        starts = range(rank * batch_size, end, batch_size * size)
+        self._batches = [range(start, min(start + batch_size, end)) for start in starts]
+        if end < length:
+            share, more = divmod(length - end, size)
+            start = end + rank * share + min(rank, more)
+            self._batches.append(range(start, start + share + (rank < more)))
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in self._starts:
-            yield list(range(start, min(start + self.batch_size, self.length)))
+        yield from map(list, self._batches)

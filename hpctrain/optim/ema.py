@@ -181,8 +181,9 @@ class EMA:
 def _put(values: Mapping[Any, Tensor]) -> None:
     """Copy each value into its tensor."""
     with torch.no_grad():
-        for tensors in grouped(values):
-            torch._foreach_copy_(tensors, [values[tensor] for tensor in tensors])
+        # One by one, as torch has no such operation for lists of divided tensors.
+        for tensor, value in values.items():
+            tensor.copy_(value)
 
 
 def _shapes(models: Sequence[Mapping[str, Tensor]]) -> dict[tuple[str, int], tuple[int, ...]]:

@@ -117,6 +117,24 @@ def test_sampler_refuses_a_global_batch_larger_than_the_data_set():
     assert TrainingSampler(100, Batches(100, 50, 1), worlds_of(2)[0], 0).steps == 1
 
 
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 6))
+def test_even_evaluation_has_as_many_batches_on_each_rank(length, batch_size, size):
+    """Each sample counts once, in order over the ranks of a round, and no batch is empty."""
+    if 0 < length < size:
+        with pytest.raises(UsageError, match="samples for an evaluation by"):
+            EvaluationSampler(length, batch_size, World(0, size, 0), even=True)
+        return
+    samplers = [
+        EvaluationSampler(length, batch_size, World(rank, size, 0), even=True)
+        for rank in range(size)
+    ]
+    rounds = list(zip(*samplers, strict=True))
+    assert [index for one in rounds for batch in one for index in batch] == list(range(length))
+    assert all(0 < len(batch) <= batch_size + 1 for one in rounds for batch in one)
+    assert not any(sampler.uneven or sampler.idle for sampler in samplers)
+    assert {len(sampler) for sampler in samplers} == {len(rounds)}
+
+
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 6))
 def test_evaluation_sampler_sees_every_sample_once(length, batch_size, size):
     batches = []
