@@ -79,6 +79,8 @@ BENCHMARKS = {
     "replica_check": Benchmark("--rounds 2 --steps 4"),
     "input": Benchmark("--rounds 2 --images 24"),
     "checkpoint": Benchmark("--rounds 2 --megabytes 100"),
+    "checkpoint_ranks": Benchmark("--rounds 2 --megabytes 20"),
+    "fsdp": Benchmark("--rounds 2 --steps 2"),
     "memory_checkpoint": Benchmark("--rounds 2 --megabytes 20"),
     "precision": Benchmark("--seconds 2", no_gpu, "--seconds 15 --only tf32 bf16 fp16 O2"),
     "imagenet": Benchmark("--rounds 2 --steps 2", no_gpu, "--rounds 8 --steps 10"),

@@ -222,6 +222,8 @@ _BENCHMARKS = (
     "imagenet",
     "precision",
     "checkpoint",
+    "checkpoint_ranks",
+    "fsdp",
     "memory_checkpoint",
     "submit",
 )

@@ -89,7 +89,7 @@ class Options:
     )
     init_from: str | None = option(
         None,
-        "initial weights of the models: a file of hpctrain export or torch.save",
+        "initial weights of the models: a file or folder of hpctrain export, or of torch.save",
         metavar="FILE",
     )
     init_skip: str | None = option(
@@ -211,6 +211,9 @@ class Options:
         None, "decay of the moving average of the weights (default: no average)", fraction
     )
     sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks")
+    activation_checkpointing: bool = option(
+        False, "compute the activations of the model's blocks again in the backward pass"
+    )
     channels_last: bool | None = option(
         None,
         "channels-last memory format of images and convolutions (default: on for GPUs in bf16, "

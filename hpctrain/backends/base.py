@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.backends.extent import Extent
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError
@@ -167,15 +168,25 @@ class Backend(ABC):
         """Return the part of a weight, gradient or state that this rank holds."""
         return tensor
 
-    def divide(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor for this rank that is held as another one is.
+    def held(self, tensor: Tensor) -> tuple[Tensor, Extent]:
+        """Return what this rank holds of a weight or state, and which part it is.
+
+        Called by all ranks, for the same tensors in the same order.
+        """
+        return tensor, self.extent(tensor)
+
+    def extent(self, tensor: Tensor) -> Extent:
+        """Return which part of a weight or state this rank holds."""
+        return Extent.whole(tensor.shape, range(self.world_size))
+
+    def from_part(self, values: Tensor, like: Tensor) -> Tensor:
+        """Return a weight or state of which this rank holds a part.
 
         Args:
-            whole: all of a weight or state, on each rank.
-            like: weight of this rank, of any shape; a tensor of another shape is not divided.
+            values: elements of this rank's part, of shape (n,).
+            like: tensor of the same shape, which is divided in the same way.
         """
-        del like
-        return whole
+        return values.view(like.shape)
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:

@@ -1,21 +1,38 @@
 """Checkpoints that are complete or absent, written while training continues.
 
-    checkpoints/step-00000042/model.pt …      one file per part of the state
-                              manifest.json   sizes and hashes of the files, step, facts of the run
+    checkpoints/step-00000042/model.pt …      one file per part of the state, without its tensors
+                              rank-00000.bin … elements of the tensors, which several ranks write
+                              manifest.json   sizes and hashes of the files, which pieces of tensors
+                                              are where, step, facts of the run
 
-`snapshot` copies the state between two steps. `writer` writes the copy in a thread. `folder`
-commits the checkpoint with a rename. `loading` checks what it loads against the manifest. `export`
-writes weights for other programs. `weights` loads initial weights.
+`snapshot` copies the state between two steps. `writer` writes the copy in a thread, `data_files`
+what this rank has of the tensors. `folder` commits the checkpoint with a rename. `loading` checks
+what it loads against the manifest, and `stored` reads tensors. `export` writes weights for other
+programs. `weights` loads initial weights.
 """
 
+from hpctrain.checkpoint.data_files import Team
 from hpctrain.checkpoint.export import export, frozen
-from hpctrain.checkpoint.loading import load, load_newest, places, read_manifest
+from hpctrain.checkpoint.loading import (
+    Opened,
+    load,
+    load_newest,
+    open_checkpoint,
+    places,
+    read_manifest,
+    refuse_damaged,
+)
 from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.checkpoint.snapshot import freeze
-from hpctrain.checkpoint.weights import check_weights, fill_weights
+from hpctrain.checkpoint.stored import Stored
+from hpctrain.checkpoint.weights import Weight, check_weights, fill_weights
 from hpctrain.checkpoint.writer import Writer, save
 
 __all__ = [
+    "Opened",
+    "Stored",
+    "Team",
+    "Weight",
     "Writer",
     "check_weights",
     "covering",
@@ -25,7 +42,9 @@ __all__ = [
     "frozen",
     "load",
     "load_newest",
+    "open_checkpoint",
     "places",
     "read_manifest",
+    "refuse_damaged",
     "save",
 ]

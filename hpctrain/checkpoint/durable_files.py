@@ -3,12 +3,17 @@
 import errno
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch import Tensor
 
-__all__ = ["sync", "write"]
+__all__ = ["BLOCK", "sync", "write", "write_data", "write_text"]
+
+# Bytes of a data file that have a hash of their own, so that a reader can check a part of it.
+BLOCK = 1 << 22
 
 # A piece is hashed and written while it is in the processor's cache.
 _PIECE = 1 << 20
@@ -57,6 +62,47 @@ def write(path: Path, value: Any) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
         return {"size": file.tell(), "sha256": hashing.sha256.hexdigest()}
+
+
+def write_data(path: Path, sources: Iterable[Tensor], alignment: int) -> dict[str, Any]:
+    """Write bytes one after the other, wait for the disk, and return size and hashes of the file.
+
+    Args:
+        path: new file.
+        sources: tensors of type uint8.
+        alignment: each of them begins at a multiple of this.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    hashes, size = [hashlib.sha256()], 0
+    with open(path, "xb", buffering=_PIECE) as file:
+        for source in sources:
+            for data in (source.cpu().numpy(), bytes(-source.numel() % alignment)):
+                view = memoryview(data)  # type: ignore[arg-type]
+                begin = 0
+                while begin < len(view):
+                    if size == BLOCK * len(hashes):
+                        hashes.append(hashlib.sha256())
+                    piece = view[begin : begin + min(_PIECE, BLOCK * len(hashes) - size)]
+                    hashes[-1].update(piece)
+                    file.write(piece)
+                    size, begin = size + len(piece), begin + len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "blocks": [one.hexdigest() for one in hashes] if size else []}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a new file, and wait for the disk.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    with open(path, "x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:

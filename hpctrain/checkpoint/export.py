@@ -1,25 +1,42 @@
 """Export of a checkpoint's weights as safetensors, a format that runs no code when it is read.
 
-Source: https://huggingface.co/docs/safetensors: metadata are strings. Of tensors that share memory,
-one is written and the other names go to the metadata, as in `safetensors.torch.save_model`.
+Sources: https://huggingface.co/docs/safetensors: metadata are strings. Of tensors that share
+memory, one is written and the other names go to the metadata, as in `safetensors.torch.save_model`.
+Several files have an index, as `save_pretrained` of Hugging Face's transformers writes it.
 """
 
 import importlib
+import json
 import os
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from hpctrain.checkpoint import dcp
 from hpctrain.checkpoint.durable_files import sync
-from hpctrain.checkpoint.loading import best_of, load, load_newest, places, read_manifest
+from hpctrain.checkpoint.loading import (
+    Opened,
+    best_of,
+    open_checkpoint,
+    open_newest,
+    places,
+    read_manifest,
+)
+from hpctrain.checkpoint.stored import Stored
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["export", "frozen"]
+__all__ = ["INDEX", "SUFFIX", "export", "frozen"]
+
+SUFFIX = ".safetensors"
+INDEX = "model.safetensors.index.json"
+# Bytes of a file of several; the default of transformers.
+_BYTES_OF_A_FILE = 5 * 10**9
 
 
 def export(
@@ -29,29 +46,37 @@ def export(
     step: int | None = None,
     best: str | None = None,
     ema: bool = False,
+    file_bytes: int = _BYTES_OF_A_FILE,
+    as_dcp: bool = False,
 ) -> int:
-    """Write the weights and buffers of a checkpoint to a file, completely or not at all.
+    """Write the weights and buffers of a checkpoint, completely or not at all.
 
     The names of a single model are those of its state_dict(). With several models each name has a
     prefix, `model0.` and so on.
 
     Args:
         directory: run directory.
-        target: file to write; an existing file is replaced.
+        target: file to write, if its name ends in `.safetensors`; an existing one is replaced.
+            Otherwise a new folder, with several files and their index; no more than one of them is
+            in memory at a time.
         step: step of the checkpoint (default: newest complete one).
         best: name of a metric; selects the checkpoint with its best value instead of `step`.
         ema: whether to write the averages of `--ema` in place of the weights.
+        file_bytes: bytes of the tensors in a file of a folder; a larger tensor has its own.
+        as_dcp: whether to write a folder of torch.distributed.checkpoint, with all weights in
+            memory.
 
     Returns:
         Step of the checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        UsageError: safetensors is not installed, there are no averages, or the file cannot be
+        UsageError: safetensors is not installed, there are no averages, or the target cannot be
             written.
     """
     try:
-        writer = importlib.import_module("safetensors.torch")
+        if not as_dcp:
+            importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise UsageError(
             "HT711",
@@ -59,22 +84,35 @@ def export(
             "the package safetensors",
             "python -m pip install safetensors",
         ) from None
-    step, state = _find(directory, step, best, ema)
-    weights, metadata = _named(state, ema, directory)
-    metadata |= {"format": "pt", "step": str(step), "run": _name_of(directory)}
+    one = target.suffix == SUFFIX and not as_dcp
+    if not one and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(
+            "HT712",
+            f"{target} exists already",
+            f"a name that ends in {SUFFIX}, or a new folder for several files",
+            f"rm -r {target}",
+        )
+    step, opened = _find(directory, step, best, ema)
+    weights, others = _named(opened.state, ema, directory)
+    metadata = {"format": "pt", "step": str(step), "run": _name_of(directory)}
     if text := frozen(directory, step):
         metadata["frozen"] = text
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        # Python creates the file, so that its mode follows the umask whatever safetensors does.
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode & 0o777
-        writer.save_file(weights, str(temporary), metadata)
-        temporary.chmod(mode)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        if one:
+            _write(temporary, opened, weights, metadata | others)
+        else:
+            temporary.mkdir()
+            if as_dcp:
+                dcp.save(temporary, opened.tensors(weights))
+            else:
+                _write_folder(temporary, opened, weights, metadata, others, file_bytes)
+            if target.is_dir():
+                target.rmdir()  # empty
         temporary.replace(target)
         sync(target.parent)
+    except CheckpointError:
+        raise
     except Exception as error:  # safetensors has its own error type
         raise UsageError(
             "HT712",
@@ -83,8 +121,60 @@ def export(
             f"df -h {target.parent}",
         ) from None
     finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
     return step
+
+
+def _write(
+    path: Path, opened: Opened, weights: Mapping[str, Any], metadata: Mapping[str, str]
+) -> None:
+    """Read tensors, and write them to a file, with the mode of a file that Python creates."""
+    writer = importlib.import_module("safetensors.torch")
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode & 0o777
+    writer.save_file(opened.tensors(weights), str(path), dict(metadata))
+    path.chmod(mode)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_folder(
+    folder: Path,
+    opened: Opened,
+    weights: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    others: Mapping[str, str],
+    most: int,
+) -> None:
+    """Write files of at most so many bytes, and their index.
+
+    Args:
+        folder: empty folder.
+        opened: checkpoint with the tensors.
+        weights: tensors to write by name.
+        metadata: metadata of each file.
+        others: names of tensors that share memory, each with the name that is written.
+        most: bytes of the tensors in a file.
+    """
+    groups: list[dict[str, Any]] = [{}]
+    room = most
+    for name, tensor in weights.items():
+        if groups[-1] and tensor.nbytes > room:
+            groups.append({})
+            room = most
+        groups[-1][name] = tensor
+        room -= tensor.nbytes
+    files = {}
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}{SUFFIX}"
+        own = {other: stored for other, stored in others.items() if stored in group}
+        _write(folder / name, opened, group, {**metadata, **own})
+        files.update(dict.fromkeys(group, name))
+    size = sum(tensor.nbytes for tensor in weights.values())
+    index = {"metadata": {"total_size": size, **metadata}, "weight_map": files}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    sync(folder)
 
 
 def frozen(directory: RunDirectory, step: int, most: int | None = None) -> str:
@@ -112,7 +202,7 @@ def frozen(directory: RunDirectory, step: int, most: int | None = None) -> str:
 
 def _find(
     directory: RunDirectory, step: int | None, best: str | None, ema: bool
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, Opened]:
     """Return the step and the required parts of the selected checkpoint."""
     parts = {"model", "ema"} if ema else {"model"}
     found = places(directory)
@@ -134,8 +224,8 @@ def _find(
                 "one of " + (", ".join(map(str, found)) or "none"),
                 "--step N",
             )
-        return step, load(found[step], step, parts)
-    newest = load_newest(directory, parts=parts)
+        return step, open_checkpoint(found[step], step, parts)
+    newest = open_newest(directory, parts)
     if newest is None:
         raise CheckpointError(
             "HT709",
@@ -148,7 +238,7 @@ def _find(
 
 def _named(
     state: Mapping[str, Any], ema: bool, directory: RunDirectory
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return tensors by name, without shared memory, and the removed names of shared tensors."""
     models: Sequence[Mapping[str, Any]] = state["model"]
     if ema and "ema" not in state:
@@ -158,7 +248,7 @@ def _named(
             "a run with --ema",
             "leave out --ema",
         )
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Any] = {}
     others: dict[str, str] = {}
     first: dict[Any, str] = {}
     for number, model in enumerate(models):
@@ -166,16 +256,18 @@ def _named(
         prefix = f"model{number}." if len(models) > 1 else ""
         for name, value in model.items():
             tensor = averages.get(name, value)
-            if not isinstance(tensor, Tensor):
+            if isinstance(tensor, Stored):
+                where: Any = tensor
+            elif isinstance(tensor, Tensor):
+                where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            else:
                 logger.warning("%s is no tensor and is left out", prefix + name)
                 continue
-            where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            stored = first.setdefault(where, prefix + name) if tensor.numel() else prefix + name
+            stored = first.setdefault(where, prefix + name) if tensor.nbytes else prefix + name
             if stored != prefix + name:
                 others[prefix + name] = stored
             else:
-                # Without the clone, a view would write its whole storage or be refused.
-                weights[prefix + name] = tensor.detach().clone().contiguous()
+                weights[prefix + name] = tensor
     return weights, others
 
 

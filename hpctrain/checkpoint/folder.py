@@ -9,18 +9,28 @@ finds the newest committed checkpoint.
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.durable_files import sync, write
+from hpctrain.checkpoint.data_files import (
+    Team,
+    collect,
+    hand_over,
+    name_of,
+    plan,
+    tables,
+    write_part,
+)
+from hpctrain.checkpoint.durable_files import sync, write, write_text
 from hpctrain.checkpoint.loading import (
     FORMAT,
     MANIFEST,
@@ -54,6 +64,7 @@ class Folder:
         keep: number of newest checkpoints to keep.
         best: name of a metric; the checkpoint with its best value is kept too.
         commit: context manager around renames and removals; see `Writer`.
+        team: ranks that write together (default: this process alone).
     """
 
     def __init__(
@@ -62,60 +73,95 @@ class Folder:
         keep: int = 3,
         best: str | None = None,
         commit: Callable[[], AbstractContextManager[None]] = nullcontext,
+        team: Team | None = None,
     ) -> None:
         self._directory = directory
+        self._team = team or Team()
         self._keep = keep
         self._best = best
         self._commit = commit
         self._host = _here()
+        self._saves = 0
         self._temporary: Path | None = None  # temporary folder being written
 
-    def save(self, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        snapshot: Snapshot,
+        facts: Mapping[str, Any],
+        temporary: Path | None = None,
+    ) -> Path:
         """Write a checkpoint, commit it, then remove the checkpoints that are not kept.
 
         Args:
             step: optimizer steps done.
             snapshot: state to write; each part becomes a file.
             facts: additional entries for the manifest; JSON values.
+            temporary: folder to write, to which other ranks write, too (default: a new one).
 
         Raises:
             CheckpointError: the checkpoint could not be written, and earlier ones are unchanged;
                 or `commit()` raised it.
         """
         final = self._directory.checkpoint(step)
-        self._temporary = self._name(step)
+        self._temporary = temporary = temporary or self.temporary(step)
+        if not snapshot.writers:
+            plan(snapshot, self._team)
         try:
             if not final.parent.is_dir():
                 final.parent.mkdir(parents=True, exist_ok=True)
                 sync(final.parent.parent)
             self._clear(locked=False)
-            self._write(self._temporary, step, snapshot, facts)
+            self._write(temporary, step, snapshot, facts)
             with self._commit():
                 self._settle()
-                self._put(self._temporary, final)
+                self._put(temporary, final)
                 self._remove_old(step)
                 self._clear(locked=self._commit is not nullcontext)
         # torch.save raises RuntimeError for a file that it cannot write.
         except (OSError, RuntimeError, MemoryError) as error:
             raise self._failed(step, error) from None
         finally:
-            _remove(self._temporary)
+            _remove(temporary)
             self._temporary = None
         return final
 
+    def clear(self) -> None:
+        """Remove what other ranks have written for a checkpoint that was not committed."""
+        with contextlib.suppress(OSError):
+            self._clear(locked=False)
+
+    def save_part(self, step: int, snapshot: Snapshot, temporary: Path) -> None:
+        """Write the part of a rank other than 0, which commits it.
+
+        Args:
+            step, snapshot, temporary: as for `save`.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            hand_over(temporary, self._team, snapshot)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise self._failed(step, error) from None
+
     def _write(self, folder: Path, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=len(snapshot.writers) > 1)
         snapshot.ready()
         files = {
             f"{name}.pt": write(folder / f"{name}.pt", part.value())
             for name, part in snapshot.parts.items()
         }
+        parts = {}
+        if snapshot.pieces:
+            parts[self._team.rank] = write_part(folder, self._team.rank, snapshot)
+        parts |= collect(folder, self._team, snapshot)
+        files |= {name_of(rank): table["file"] for rank, table in sorted(parts.items())}
         manifest = {**facts, "format": FORMAT, "step": step, "files": files}
-        manifest = {**manifest, "sha256": digest(manifest)}
-        with open(folder / MANIFEST, "w") as file:
-            file.write(json.dumps(manifest, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        manifest["tensors"] = tables(snapshot, parts)
+        manifest["sha256"] = digest(manifest)
+        # One line for each file and tensor.
+        write_text(folder / MANIFEST, _lines(manifest) + "\n")
         sync(folder)
 
     def _put(self, temporary: Path, final: Path) -> None:
@@ -184,10 +230,27 @@ class Folder:
             if ended:
                 _remove(entry)
 
+    @property
+    def name(self) -> str:
+        """Host and process, as in the names of temporary folders."""
+        return f"{self._host}.{os.getpid()}"
+
+    def temporary(self, step: int) -> Path:
+        """Return the folder to which a checkpoint is written: the same on all ranks of a team."""
+        if not self._team.name:
+            return self._name(step)
+        self._saves += 1
+        text = f"{self._team.nonce} {self._saves}"
+        random = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._beside(step, self._team.name, random)
+
     def _name(self, step: int) -> Path:
         """Return a temporary path that no other process on any host uses."""
+        return self._beside(step, self.name, secrets.token_hex(8))
+
+    def _beside(self, step: int, name: str, random: str) -> Path:
         final = self._directory.checkpoint(step)
-        return final.with_name(f".{final.name}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}")
+        return final.with_name(f".{final.name}.{name}.{random}")
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         parent = self._directory.checkpoints
@@ -199,6 +262,27 @@ class Folder:
             expected,
             *(fix.format(parent) for fix in fixes),
         )
+
+
+def _lines(manifest: Mapping[str, Any]) -> str:
+    """Return a manifest as JSON, with a line for each file and tensor."""
+    tables = {"files": manifest["files"], "tensors": manifest["tensors"]}
+    texts = {name: json.dumps(value) for name, value in manifest.items() if name not in tables}
+    texts["files"] = _block(
+        "{}", [f"{json.dumps(n)}: {json.dumps(e)}" for n, e in tables["files"].items()]
+    )
+    texts["tensors"] = _block(
+        "{}",
+        [
+            f"{json.dumps(name)}: {_block('[]', map(json.dumps, those))}"
+            for name, those in tables["tensors"].items()
+        ],
+    )
+    return _block("{}", [f"{json.dumps(name)}: {text}" for name, text in texts.items()])
+
+
+def _block(ends: str, lines: Iterable[str]) -> str:
+    return ends[0] + "\n" + ",\n".join(lines) + "\n" + ends[1]
 
 
 def _seems_complete(folder: Path, step: int) -> bool:

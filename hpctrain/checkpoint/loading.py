@@ -6,35 +6,49 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from hpctrain.checkpoint.durable_files import BLOCK
+from hpctrain.checkpoint.snapshot import filled, tensors_in
+from hpctrain.checkpoint.stored import DataReader, Stored, dtype_of, open_file
 from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
-from hpctrain.rundir import RunDirectory, open_regular
+from hpctrain.rundir import RunDirectory
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "Opened",
     "best_of",
+    "damages",
     "digest",
     "load",
     "load_newest",
+    "open_checkpoint",
+    "open_newest",
     "places",
     "read_manifest",
+    "refuse_damaged",
     "replaced",
 ]
 
-FORMAT = 3
+T = TypeVar("T")
+
+FORMAT = 4
+# In format 3, the file of a part has all of its tensors.
+_READABLE = (3, FORMAT)
 MANIFEST = "manifest.json"
 # No state needs more; hpctrain did not write a manifest above these limits.
-_MOST_BYTES = 1 << 24
-_MOST_FILES = 1000
-_FILE = re.compile(r"[^\W.][\w.-]*\.pt\Z")
+_MOST_BYTES = 1 << 28
+_MOST_FILES = 1 << 17
+_FILE = re.compile(r"[^\W.][\w.-]*\.(pt|bin)\Z")
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.old\Z", re.ASCII)
 
@@ -77,20 +91,78 @@ def load_newest(
     Raises:
         CheckpointError: there are checkpoints, but none of them is complete.
     """
+    return _newest(directory, lambda folder, step: load(folder, step, parts, run))
+
+
+def open_newest(
+    directory: RunDirectory, parts: Collection[str] | None = None
+) -> "tuple[int, Opened] | None":
+    """Return step and content of the newest checkpoint that is not damaged; None without any.
+
+    All of its files are read once, to check them.
+
+    Args:
+        directory, parts: as for `load_newest`.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none of them is complete.
+    """
+
+    def check(folder: Path, step: int) -> Opened:
+        if damage := damages(folder, step):
+            raise CheckpointError("HT707", damage[0])
+        return open_checkpoint(folder, step, parts)
+
+    return _newest(directory, check)
+
+
+def _newest(directory: RunDirectory, read: Callable[[Path, int], T]) -> tuple[int, T] | None:
+    """Return the newest step of which a function can read the folder, and its result."""
     found = places(directory)
     for step in reversed(found):
         try:
-            return step, load(found[step], step, parts, run)
+            return step, read(found[step], step)
         except CheckpointError as error:
             logger.error("%s; trying the previous one", error.found)
     if found:
-        raise CheckpointError(
-            "HT707",
-            f"none of the {len(found)} checkpoints in {directory.checkpoints} is complete",
-            "at least one",
-            "start over in another directory with --run-dir DIR",
-        )
+        refuse_damaged(directory, len(found))
     return None
+
+
+def damages(folder: Path, step: int) -> list[str]:
+    """Read all files of a checkpoint, and return what is wrong with them."""
+    try:
+        files = read_manifest(folder, step)["files"]
+    except CheckpointError as error:
+        return [error.found]
+    found = []
+    for name, entry in files.items():
+        path = folder / name
+        try:
+            with open_file(path) as file:
+                right = os.fstat(file.fileno()).st_size == entry["size"]
+                if "blocks" in entry:
+                    hashes = iter(lambda: file.read(BLOCK), b"")
+                    own = [hashlib.sha256(block).hexdigest() for block in hashes] if right else []
+                    right = own == entry["blocks"]
+                else:
+                    right = right and _hash(file) == entry["sha256"]
+        except OSError as error:
+            found.append(f"{path} cannot be read ({error})")
+            continue
+        if not right:
+            found.append(f"{path} has changed since it was written")
+    return found
+
+
+def refuse_damaged(directory: RunDirectory, count: int) -> None:
+    """Raise the error of a run that has checkpoints, none of them complete."""
+    raise CheckpointError(
+        "HT707",
+        f"none of the {count} checkpoints in {directory.checkpoints} is complete",
+        "at least one",
+        "start over in another directory with --run-dir DIR",
+    )
 
 
 def load(
@@ -102,6 +174,72 @@ def load(
     """Return the state in a checkpoint by name of the part, on the CPU.
 
     Args:
+        folder, step, parts, run: as for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: the checkpoint has changed since it was written, or belongs to another run.
+    """
+    return open_checkpoint(folder, step, parts, run).read()
+
+
+@dataclass
+class Opened:
+    """A checkpoint whose tensors in the data files are not read yet.
+
+    Attributes:
+        state: value by name of the part, with a `Stored` for each of those tensors.
+        manifest: manifest of the checkpoint.
+    """
+
+    state: dict[str, Any]
+    manifest: Mapping[str, Any]
+    _structures: Mapping[str, tuple[bytes, list[Any]]]
+    _reader: DataReader
+
+    def read(self) -> dict[str, Any]:
+        """Read the tensors, and return the state with them.
+
+        Raises:
+            CheckpointError: a data file has changed since it was written, or cannot be read.
+        """
+        stored = {
+            one: one.tensor()
+            for _, those in self._structures.values()
+            for one in those
+            if isinstance(one, Stored)
+        }
+        if not stored:
+            return self.state  # format 3
+        self._reader.read()
+        values: dict[Any, Any] = {one: one.converted(memory) for one, memory in stored.items()}
+        return {
+            name: filled(structure, [values[t] if isinstance(t, Stored) else t for t in those])
+            for name, (structure, those) in self._structures.items()
+        }
+
+    def tensors(self, some: Mapping[str, "Stored | Tensor"]) -> dict[str, Tensor]:
+        """Read some tensors alone, and return each by its name, as a contiguous copy.
+
+        Raises:
+            CheckpointError: as for `read`.
+        """
+        memory = {
+            name: one.tensor() if isinstance(one, Stored) else one.detach().clone()
+            for name, one in some.items()
+        }
+        self._reader.read()
+        return {name: tensor.contiguous() for name, tensor in memory.items()}
+
+
+def open_checkpoint(
+    folder: Path,
+    step: int,
+    parts: Collection[str] | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> Opened:
+    """Load a checkpoint, but for the tensors in its data files.
+
+    Args:
         folder: folder of the checkpoint.
         step: required step of the checkpoint.
         parts: names of the parts to read, if they exist (default: all).
@@ -110,31 +248,40 @@ def load(
     Raises:
         CheckpointError: the checkpoint has changed since it was written, or belongs to another run.
     """
-    state = {}
     manifest = read_manifest(folder, step)
     if run is not None and manifest.get("run") != run:
         raise CheckpointError(
             "HT708", f"{folder} is of another run, {manifest.get('run')}, not {run}"
         )
+    reader = DataReader(folder, manifest["files"])
+    structures = {}
     for name, entry in manifest["files"].items():
         part = name.removesuffix(".pt")
-        if parts is not None and part not in parts:
+        if part == name or (parts is not None and part not in parts):
             continue
         path = folder / name
         try:
-            with _open(path) as file:
+            with open_file(path) as file:
                 if (
                     os.fstat(file.fileno()).st_size != entry["size"]
                     or _hash(file) != entry["sha256"]
                 ):
                     raise CheckpointError("HT707", f"{path} has changed since it was written")
                 file.seek(0)
-                state[part] = torch.load(file, map_location="cpu", weights_only=True)
+                value = torch.load(file, map_location="cpu", weights_only=True)
+            structure, tensors = tensors_in(value)
+            for one in manifest.get("tensors", {}).get(part, ()):
+                tensors[one["number"]] = Stored(reader, one)
+            for one in manifest.get("tensors", {}).get(part, ()):
+                if "same" in one:
+                    tensors[one["number"]] = tensors[one["same"]]
+            structures[part] = structure, tensors
         except CheckpointError:
             raise
         except Exception as error:  # torch.load raises errors of many types
             raise CheckpointError("HT707", f"{path} cannot be read ({error})") from None
-    return state
+    state = {part: filled(structure, those) for part, (structure, those) in structures.items()}
+    return Opened(state, manifest, structures, reader)
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -146,7 +293,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise ValueError("it is no folder, or a link to one")
-        with _open(folder / MANIFEST) as file:
+        with open_file(folder / MANIFEST) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES} bytes")
@@ -162,8 +309,9 @@ def _check(manifest: Any, step: int) -> None:
     """Raise ValueError if a manifest is not valid in this format."""
     if not isinstance(manifest, dict):
         raise ValueError(f"a {type(manifest).__name__}")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"format {manifest.get('format')!r}, not {FORMAT}")
+    form = manifest.get("format")
+    if type(form) is not int or form not in _READABLE:
+        raise ValueError(f"format {form!r}, not {' or '.join(map(str, _READABLE))}")
     if manifest.get("sha256") != digest(manifest):
         raise ValueError("it has changed since it was written")
     if manifest.get("step") != step:
@@ -172,16 +320,59 @@ def _check(manifest: Any, step: int) -> None:
     if not isinstance(files, dict) or len(files) > _MOST_FILES:
         raise ValueError(f"no list of at most {_MOST_FILES} files")
     for name, entry in files.items():
-        size, sha256 = (
-            (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (0, 0)
-        )
-        if not (
-            _FILE.match(name)
-            and type(size) is int
-            and isinstance(sha256, str)
-            and _HASH.match(sha256)
-        ):
+        if not (_FILE.match(name) and isinstance(entry, dict) and type(entry.get("size")) is int):
             raise ValueError(f"a file {name!r}: {entry!r}")
+        one = name.endswith(".pt")
+        hashes = [entry.get("sha256")] if one else entry.get("blocks")
+        count = 1 if one else -(-entry["size"] // BLOCK)
+        if not (
+            isinstance(hashes, list)
+            and len(hashes) == count
+            and all(isinstance(sha256, str) and _HASH.match(sha256) for sha256 in hashes)
+        ):
+            raise ValueError(f"a file {name!r} with other hashes")
+    tensors = manifest.get("tensors", {})
+    if not isinstance(tensors, dict) or not all(isinstance(one, list) for one in tensors.values()):
+        raise ValueError("no table of tensors")
+    for table in tensors.values():
+        whole: set[int] = set()
+        for one in table:
+            _check_tensor(one, files, whole)
+
+
+def _check_tensor(one: Any, files: Mapping[str, Any], whole: set[int]) -> None:
+    """Raise ValueError if the pieces of a tensor are not all of it, or not in the files.
+
+    Args:
+        one: entry of the table.
+        files: files of the manifest.
+        whole: numbers of the earlier tensors that have pieces; updated here.
+    """
+    try:
+        shape, item = one["shape"], dtype_of(one["dtype"]).itemsize
+        if not all(type(number) is int and number >= 0 for number in [one["number"], *shape]):
+            raise ValueError(f"a tensor {one!r}")
+        if sorted(one.get("order", range(len(shape)))) != list(range(len(shape))):
+            raise ValueError(f"a tensor with dimensions {one['order']!r}")
+        if "same" in one:
+            if one["same"] not in whole:
+                raise ValueError(f"a tensor like {one['same']!r}")
+            return
+        at = 0
+        for name, offset, start, count in one["pieces"]:
+            numbers = (offset, start, count)
+            if not all(type(number) is int and number >= 0 for number in numbers) or (
+                start != at
+                or offset + count * item > files[name]["size"]
+                or "blocks" not in files[name]
+            ):
+                raise ValueError(f"a piece {[name, *numbers]!r} after {at} elements")
+            at += count
+        if at != math.prod(shape):
+            raise ValueError(f"{at} elements of a tensor of shape {shape!r}")
+        whole.add(one["number"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a tensor {one!r} ({error})") from None
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
@@ -209,15 +400,6 @@ def best_of(directory: RunDirectory, metric: str) -> int | None:
         if isinstance(value, (int, float)) and not math.isnan(value):
             values[step] = sign * value
     return max(values, key=lambda step: (values[step], step), default=None)
-
-
-def _open(path: Path) -> BufferedReader:
-    """Open a regular file that is no link, because a read of a pipe or device may never end.
-
-    Raises:
-        OSError: the file cannot be opened, or is no regular file.
-    """
-    return open(path, "rb", opener=lambda name, flags: open_regular(name, flags | os.O_NOFOLLOW))
 
 
 def _hash(file: BufferedReader) -> str:

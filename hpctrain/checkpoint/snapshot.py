@@ -2,18 +2,20 @@
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.backends.extent import Extent
 from hpctrain.checkpoint.available_memory import available
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
-__all__ = ["Buffers", "Part", "Snapshot", "freeze"]
+__all__ = ["Buffers", "Entry", "Part", "Piece", "Snapshot", "filled", "freeze", "tensors_in"]
 
 # Share of the available memory that a copy may use: training continues to allocate memory.
 _SHARE = 0.9
@@ -22,17 +24,75 @@ _EXPECTED = "tensors and plain values in every state_dict()"
 _FIXES = "float(x) for a number of NumPy's", "strings and lists for objects"
 
 
+@dataclass(slots=True)
+class Entry:
+    """A tensor whose elements are in the data files.
+
+    Attributes:
+        name: path of the tensor in its part, for readers.
+        dtype: type of its elements.
+        extent: what this rank holds of it.
+        shared: whether other ranks hold it, too, or another part of it.
+        order: dimensions in the order of memory; None for row-major.
+        flat: what this rank holds, as one dimension in the order of memory.
+        same: number of an earlier tensor with the same memory; None if there is none.
+    """
+
+    name: str
+    dtype: torch.dtype
+    extent: Extent
+    shared: bool
+    order: tuple[int, ...] | None
+    flat: Tensor
+    same: int | None
+
+
 @dataclass
 class Part:
-    """A part of the state: its pickled structure and its tensors."""
+    """A part of the state: its pickled structure and its tensors.
+
+    Attributes:
+        structure: pickle of the value, without tensors.
+        tensors: tensors by number.
+        plain: numbers of those that the file of the part contains, and that can be copied as bytes.
+        entries: those in the data files, by number.
+    """
 
     structure: bytes
     tensors: list[Any]
-    plain: list[int]  # numbers of the tensors that can be copied as bytes
+    plain: list[int]
+    entries: dict[int, Entry] = field(default_factory=dict)
 
     def value(self) -> Any:
-        """Return the original value of the part, with the current tensors."""
-        return _Filler(self.structure, self.tensors).load()
+        """Return the value of the part; a tensor in the data files is an empty one without memory.
+
+        Each of those is another object, so that `tensors_in` gives it the same number again.
+        """
+        return filled(
+            self.structure,
+            [
+                torch.empty(0, device="meta") if number in self.entries else tensor
+                for number, tensor in enumerate(self.tensors)
+            ],
+        )
+
+
+@dataclass(slots=True)
+class Piece:
+    """A range of a tensor's elements that this rank writes to its data file.
+
+    Attributes:
+        part, number: part of the state, and number of the tensor in it.
+        start: first element, in the order of memory.
+        source: bytes of the elements.
+        item: bytes of an element.
+    """
+
+    part: str
+    number: int
+    start: int
+    source: Tensor
+    item: int
 
 
 @dataclass
@@ -41,18 +101,27 @@ class Snapshot:
 
     Attributes:
         parts: parts by name.
+        pieces: what this rank writes to its data file, in order.
+        writers: ranks that write; empty before `data_files.plan`.
         copied: whether the tensors are copies; otherwise they are the caller's tensors.
         events: CUDA events that must complete before the copies may be read.
     """
 
     parts: dict[str, Part]
+    pieces: list[Piece] = field(default_factory=list)
+    writers: set[int] = field(default_factory=set)
     copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors; a storage that several of them share counts once."""
-        return sum(storage.nbytes() for storage in _storages(self).values())
+        """Bytes of all tensors that are written; a storage that several share counts once."""
+        return sum(source.numel() for source in self.sources())
+
+    def sources(self) -> list[Tensor]:
+        """Return the memory of all tensors that are written, as bytes."""
+        storages = [_bytes(storage) for storage in _storages(self).values()]
+        return [*storages, *(piece.source for piece in self.pieces)]
 
     def ready(self) -> None:
         """Wait until the copies from GPUs are complete."""
@@ -89,12 +158,35 @@ class _Filler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def freeze(state: Mapping[str, Any], checked: dict[str, bytes] | None = None) -> Snapshot:
+def tensors_in(value: Any) -> tuple[bytes, list[Any]]:
+    """Return the structure of a value, and its tensors by number.
+
+    Raises:
+        Exception: the value cannot be pickled; of many types.
+    """
+    file = io.BytesIO()
+    finder = _Finder(file)
+    finder.dump(value)
+    return file.getvalue(), finder.tensors
+
+
+def filled(structure: bytes, tensors: Sequence[Any]) -> Any:
+    """Return the value of a structure, with these things in the place of its tensors."""
+    return _Filler(structure, tensors).load()
+
+
+def freeze(
+    state: Mapping[str, Any],
+    checked: dict[str, bytes] | None = None,
+    extents: Mapping[int, Extent] | None = None,
+) -> Snapshot:
     """Copy the structure and the plain values of a state, but not yet its plain tensors.
 
     Args:
         state: values by name of the part.
         checked: structures by name of the part that need no new check; updated here.
+        extents: for tensors that other ranks hold, too, or hold another part of: what this rank
+            holds, by the tensor's id. All other tensors are of rank 0 alone.
 
     Raises:
         UsageError: the state contains values that `torch.save`, or `torch.load` with
@@ -102,24 +194,84 @@ def freeze(state: Mapping[str, Any], checked: dict[str, bytes] | None = None) ->
     """
     parts = {}
     for name, value in state.items():
-        file = io.BytesIO()
-        finder = _Finder(file)
         try:
-            finder.dump(value)
+            structure, tensors = tensors_in(value)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise _refused(name, error) from None
-        tensors, structure = finder.tensors, file.getvalue()
         if checked is None or checked.get(name) != structure:
             # Check the structure only; the content of the tensors does not matter.
             empty = [torch.empty(0, device="cpu")] * len(tensors)
-            _round_trip(name, _Filler(structure, empty).load())
+            _round_trip(name, filled(structure, empty))
         if checked is not None:
             checked[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
+        entries = _entries(value, tensors, plain, extents or {})
         for number in set(range(len(tensors))).difference(plain):
             tensors[number] = _round_trip(name, tensors[number])
-        parts[name] = Part(structure, tensors, plain)
+        plain = [number for number in plain if number not in entries]
+        parts[name] = Part(structure, tensors, plain, entries)
     return Snapshot(parts)
+
+
+def _entries(
+    value: Any, tensors: Sequence[Any], plain: Sequence[int], extents: Mapping[int, Extent]
+) -> dict[int, Entry]:
+    """Return the tensors whose elements go to the data files, by number.
+
+    Views that share memory stay together in the file of the part, unless other ranks hold them,
+    too: then they are weights or states, which a load copies.
+    """
+    names = dict(_names(value, ""))
+    uses = Counter(_key(tensors[number]) for number in plain)
+    first: dict[Any, int] = {}
+    entries = {}
+    for number in plain:
+        tensor = tensors[number]
+        extent, order = extents.get(id(tensor)), _order(tensor)
+        if order is None or (
+            extent is None
+            and not (
+                type(tensor) is Tensor
+                and not tensor.requires_grad
+                and uses[_key(tensor)] == 1
+                and tensor.untyped_storage().nbytes() == tensor.nbytes
+            )
+        ):
+            continue
+        flat = tensor.detach().permute(order).reshape(-1)
+        rows = list(order) == sorted(order)
+        where = (flat.data_ptr(), tensor.dtype, tensor.shape, order)
+        same = first.setdefault(where, number) if flat.numel() else number
+        entries[number] = Entry(
+            names.get(id(tensor), str(number)),
+            tensor.dtype,
+            extent or Extent.whole(tensor.shape, (0,)),
+            extent is not None,
+            None if rows else order,
+            flat,
+            None if same == number else same,
+        )
+    return entries
+
+
+def _names(value: Any, path: str) -> Iterator[tuple[int, str]]:
+    """Yield id and path of the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield id(value), path
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _names(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _names(inner, f"{path}.{number}" if path else str(number))
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions in the order of memory; None if the elements are not dense there."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def _round_trip(part: str, value: Any) -> Any:
@@ -170,23 +322,30 @@ class Buffers:
         """
         storages = _storages(snapshot)
         with torch.inference_mode(mode=False), torch.no_grad():
-            buffers = self._take([(s.nbytes(), s.device.type == "cuda") for s in storages.values()])
+            sources = snapshot.sources()
+            buffers = self._take([(s.numel(), s.is_cuda) for s in sources])
             if buffers is None:
                 return False
-            copies = {}
-            for (key, storage), buffer in zip(storages.items(), buffers, strict=True):
-                if storage.is_cuda:
-                    buffer.copy_(_bytes(storage), non_blocking=True)
+            for source, buffer in zip(sources, buffers, strict=True):
+                if source.is_cuda:
+                    buffer.copy_(source, non_blocking=True)
                 else:
                     # With NumPy, in this thread: torch's threads synchronize after each tensor,
                     # which takes seconds on a busy host.
-                    buffer.numpy()[:] = _bytes(storage).numpy()
-                copies[key] = buffer.untyped_storage()
+                    buffer.numpy()[:] = source.numpy()
+            copies = {
+                key: buffer.untyped_storage()
+                for key, buffer in zip(storages, buffers, strict=False)
+            }
             for part in snapshot.parts.values():
                 for number in part.plain:
                     tensor = part.tensors[number]
                     part.tensors[number] = _view_in(copies[_key(tensor)], tensor)
-            for device in sorted({s.device.index for s in storages.values() if s.is_cuda}):
+                for number, entry in part.entries.items():
+                    part.tensors[number] = entry.flat = None  # type: ignore[assignment]
+            for piece, buffer in zip(snapshot.pieces, buffers[len(storages) :], strict=True):
+                piece.source = buffer
+            for device in sorted({s.device.index for s in sources if s.is_cuda}):
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
                 snapshot.events.append(event)

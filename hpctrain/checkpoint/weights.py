@@ -1,16 +1,19 @@
-"""Initial weights of a training, from a file of hpctrain or another program.
+"""Initial weights of a training, from a file or folder of hpctrain or another program.
 
 Source for the formats: `torch.save(model.state_dict())`; the reference scripts of torchvision store
 it under "model", those of timm under "state_dict"; torch's DistributedDataParallel adds `module.`
-before each name; `export` describes the safetensors format.
+before each name; `export` describes the safetensors format, and folders of it; `dcp` those of
+torch.distributed.checkpoint.
 """
 
 import argparse
 import contextlib
 import fnmatch
 import importlib
+import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+import stat
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hpctrain.checkpoint import dcp
+from hpctrain.checkpoint.export import INDEX, SUFFIX
 from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
+from hpctrain.process.pytree import map_tensors
 
-__all__ = ["check_weights", "fill_weights"]
+__all__ = ["Weight", "check_weights", "fill_weights"]
 
-_SAFETENSORS = ".safetensors"
 _MOST_NAMED = 3
-_FORMS = "a file of hpctrain export, or of torch.save(model.state_dict(), FILE)"
+_FORMS = "a file or folder of hpctrain export, or of torch.save(model.state_dict(), FILE)"
+
+
+class Weight:
+    """A weight in a file, which is read when it is needed.
+
+    Args:
+        shape: shape of the weight.
+        read: function that returns the rows from one number up to another one; None for all rows.
+    """
+
+    def __init__(self, shape: Sequence[int], read: Callable[[slice | None], Tensor]) -> None:
+        self.shape, self._read = torch.Size(shape), read
+
+    def whole(self) -> Tensor:
+        """Read all of it."""
+        return self._read(None)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Read some rows."""
+        return self._read(slice(start, stop))
 
 
 def check_weights(path: Path) -> None:
@@ -36,16 +61,20 @@ def check_weights(path: Path) -> None:
     Raises:
         UsageError: the file cannot be opened, or the package to read it is missing.
     """
+    folder = False
     try:
-        with path.open("rb"):
+        folder = stat.S_ISDIR(path.stat().st_mode)
+        if folder and (path / dcp.INDEX).exists():
+            return
+        if folder and not (path / INDEX).exists():
+            raise UsageError(
+                "HT713",
+                f"--init-from {path} is a folder without {INDEX} or {dcp.INDEX}",
+                _FORMS,
+                f"hpctrain export {path} FILE{SUFFIX}",
+            )
+        with (path / INDEX if folder else path).open("rb"):
             pass
-    except IsADirectoryError:
-        raise UsageError(
-            "HT713",
-            f"--init-from {path} is a folder",
-            _FORMS,
-            f"hpctrain export {path} FILE{_SAFETENSORS}",
-        ) from None
     except OSError as error:
         raise UsageError(
             "HT713",
@@ -54,7 +83,7 @@ def check_weights(path: Path) -> None:
             "--init-from FILE",
             "leave it out if the run continues from its own checkpoint",
         ) from None
-    if path.suffix == _SAFETENSORS:
+    if folder or path.suffix in (SUFFIX, ".json"):
         try:
             importlib.import_module("safetensors")
         except ImportError as error:
@@ -66,7 +95,13 @@ def check_weights(path: Path) -> None:
             ) from None
 
 
-def fill_weights(path: Path, model: nn.Module, number: int, skip: Sequence[str] = ()) -> None:
+def fill_weights(
+    path: Path,
+    model: nn.Module,
+    number: int,
+    skip: Sequence[str] = (),
+    read: Callable[[Weight, Tensor], Tensor] = lambda weight, _: weight.whole(),
+) -> None:
     """Load the weights and buffers in a file into a model; all of them or none.
 
     A name that the file lacks is filled if it shares its memory with one that the file has.
@@ -76,6 +111,8 @@ def fill_weights(path: Path, model: nn.Module, number: int, skip: Sequence[str] 
         model: model as the script created it.
         number: number of the model, from 0; a file may contain several models.
         skip: patterns of names that stay as they are in the model, in the syntax of fnmatch.
+        read: function of a weight in the file and of the model's tensor, which returns the tensor
+            to load, for models that are divided among the ranks.
 
     Raises:
         UsageError: the file cannot be read, its names or shapes differ from the model's, or a
@@ -101,7 +138,7 @@ def fill_weights(path: Path, model: nn.Module, number: int, skip: Sequence[str] 
             "--init-skip 'fc.*'",
         )
     kept = {name for pattern in skip for name in fnmatch.filter(names, pattern)}
-    wrong = _differences(own, weights)
+    wrong = _differences(model, own, weights)
     left = {name: text for name, text in wrong.items() if name not in kept}
     if left:
         texts, more = list(left.values()), len(left) - _MOST_NAMED
@@ -116,9 +153,15 @@ def fill_weights(path: Path, model: nn.Module, number: int, skip: Sequence[str] 
             if 2 * len(left) <= len(names)
             else "",
         )
-    model.load_state_dict(
-        {name: value for name, value in found.items() if name not in kept}, strict=False
-    )
+    loaded = {
+        name: read(value, own[name]) if name in own and _is_data(value) else value
+        for name, value in found.items()
+        if name not in kept
+    }
+    try:
+        model.load_state_dict(loaded, strict=False)
+    except (RuntimeError, OSError) as error:
+        raise _unreadable(path, error) from None
     skipped = [name for name in own if name in kept]
     more = len(skipped) - _MOST_NAMED
     logger.info(
@@ -131,19 +174,23 @@ def fill_weights(path: Path, model: nn.Module, number: int, skip: Sequence[str] 
     )
 
 
-def _differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, str]:
+def _differences(
+    model: nn.Module, own: Mapping[str, Tensor], weights: Mapping[str, Weight]
+) -> dict[str, str]:
     """Return what is wrong with a file for a model, by name.
 
     Args:
+        model: model to fill.
         own: weights and buffers of the model.
         weights: those in the file.
     """
     # The memory of lazy parameters does not exist yet.
     there = {name: value for name, value in own.items() if not is_lazy(value)}
-    filled = {_place(value) for name, value in there.items() if name in weights}
+    place = _places(model, own)
+    filled = {place[name] for name in there if name in weights}
     missing = [name for name in own if name not in weights]
     return {
-        **{n: f"has no {n}" for n in missing if n not in there or _place(own[n]) not in filled},
+        **{n: f"has no {n}" for n in missing if n not in there or place[n] not in filled},
         **{n: f"has {n}, which the model does not have" for n in weights if n not in own},
         **{
             n: f"has {n} of shape {tuple(weights[n].shape)}, the model's is {tuple(value.shape)}"
@@ -153,29 +200,83 @@ def _differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> di
     }
 
 
-def _place(value: Tensor) -> tuple[Any, ...]:
-    """Return the memory of a tensor; equal for two names of one weight."""
-    return (value.data_ptr(), value.shape) if value.numel() else (id(value),)
+def _places(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the memory of each tensor of a model; equal for two names of one weight."""
+    known: dict[str, int] = {
+        name: id(tensor)
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    }
+    # A model may give its state other names.
+    return {
+        name: known[name] if name in known else (value.data_ptr(), value.shape)
+        for name, value in own.items()
+    }
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a file, on the CPU."""
+    """Return the content of a file or folder, with a `Weight` for each tensor."""
     try:
-        if path.suffix != _SAFETENSORS:
-            with torch.serialization.safe_globals(_plain_data()):
-                return torch.load(path, map_location="cpu", weights_only=True)
-        with importlib.import_module("safetensors").safe_open(str(path), "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            # For weights with two names, the file has one and the metadata have the other name.
-            others = (file.metadata() or {}).items()
-        return tensors | {name: tensors[other] for name, other in others if other in tensors}
+        if (path / dcp.INDEX).exists():
+            return _read_dcp(path)
+        index = path / INDEX if path.is_dir() else path
+        if index.suffix == ".json":
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            found: dict[str, Any] = {}
+            for name in files:
+                if Path(name).name != name:
+                    raise ValueError(f"the file {name!r} in another folder")
+                found |= _read_safetensors(index.parent / name)
+            return found
+        if path.suffix == SUFFIX:
+            return _read_safetensors(path)
+        with torch.serialization.safe_globals(_plain_data()):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        return map_tensors(_in_memory, content)
     except Exception as error:  # both raise errors of many types
-        raise UsageError(
-            "HT713",
-            f"{path} cannot be read as weights: {_why(path, error)}",
-            _FORMS,
-            "--init-from FILE",
-        ) from None
+        raise _unreadable(path, error) from None
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    """Return the weights of a file by name."""
+    file = importlib.import_module("safetensors").safe_open(str(path), "pt")
+
+    def weight(name: str) -> Weight:
+        part = file.get_slice(name)
+        return Weight(
+            part.get_shape(), lambda rows: file.get_tensor(name) if rows is None else part[rows]
+        )
+
+    weights = {name: weight(name) for name in file.keys()}  # noqa: SIM118
+    # For weights with two names, the file has one and the metadata have the other name.
+    others = (file.metadata() or {}).items()
+    return weights | {name: weights[other] for name, other in others if other in weights}
+
+
+def _read_dcp(path: Path) -> dict[str, Any]:
+    """Return the weights of a folder of torch.distributed.checkpoint by name."""
+
+    def weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Weight:
+        def read(rows: slice | None) -> Tensor:
+            whole = dcp.load(path, name, shape, dtype)
+            return whole if rows is None else whole[rows]
+
+        return Weight(shape, read)
+
+    return {name: weight(name, *entry) for name, entry in dcp.find(path).items()}
+
+
+def _in_memory(tensor: Tensor) -> Weight:
+    return Weight(tensor.shape, lambda rows: tensor if rows is None else tensor[rows])
+
+
+def _unreadable(path: Path, error: Exception) -> UsageError:
+    return UsageError(
+        "HT713",
+        f"{path} cannot be read as weights: {_why(path, error)}",
+        _FORMS,
+        "--init-from FILE",
+    )
 
 
 def _plain_data() -> list[Any]:
@@ -216,8 +317,14 @@ def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any]
         return _below(f"model{number}.", models[0]) or None
     if number >= len(models):
         return None
-    within = _below("module.", models[number])
-    return within if not within.keys().isdisjoint(own) else models[number]
+    # torch.distributed.checkpoint joins the names of nested states: model.fc.weight.
+    some = next(iter(own), "")
+    prefixes = [name.removesuffix(some) for name in models[number] if name.endswith(f".{some}")]
+    for prefix in ("module.", *prefixes):
+        within = _below(prefix, models[number])
+        if not within.keys().isdisjoint(own):
+            return within
+    return models[number]
 
 
 def _named(state: Any) -> dict[str, Any]:
@@ -231,4 +338,4 @@ def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, Tensor)
+    return isinstance(value, (Tensor, Weight))

@@ -1,4 +1,4 @@
-"""Checkpoint manager: a thread writes a copy of the state while training continues."""
+"""Writer of checkpoints: a thread writes a copy of the state while training continues."""
 
 import contextlib
 import json
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.backends.extent import Extent
+from hpctrain.checkpoint.data_files import Team, plan
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.snapshot import Buffers, Snapshot, freeze
 from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Writer", "save"]
+__all__ = ["Save", "Writer", "save"]
 
 # The thread uses processor time that training leaves free; 19 is the lowest priority, see
 # setpriority(2).
@@ -47,17 +49,20 @@ def save(
 
 
 @dataclass
-class _Job:
-    """One save: its start time and what it writes."""
+class Save:
+    """One save: its start time, what it writes, and its temporary folder."""
 
     step: int
     snapshot: Snapshot
     facts: dict[str, Any]
     begin: float
+    folder: Path
 
 
 class Writer:
-    """Checkpoint writer of a run, for one checkpoint at a time; used on rank 0 only.
+    """Checkpoint writer of a run, for one checkpoint at a time.
+
+    Each rank of a team writes a part of it, and rank 0 commits it.
 
     Args:
         directory: run directory.
@@ -68,11 +73,13 @@ class Writer:
             another start has replaced this one; then nothing is renamed or removed.
         room: function that is called with the bytes of a state before it is copied, and raises
             CheckpointError if there is no room for them.
+        team: ranks that write together (default: this process alone).
         clock: function that returns seconds, to measure a save; tests replace it.
 
     Attributes:
         seconds: longest time of a save from copy to commit, in seconds; None before the first save.
-        committed: step of the newest checkpoint that this writer committed; None before the first.
+        committed: step of the newest checkpoint that this writer committed, or whose part it wrote
+            on another rank than 0; None before the first.
     """
 
     def __init__(
@@ -83,14 +90,16 @@ class Writer:
         best: str | None = None,
         commit: Callable[[], AbstractContextManager[None]] = nullcontext,
         room: Callable[[int], None] | None = None,
+        team: Team | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._folder = Folder(directory, keep, best, commit)
+        self._team = team or Team()
+        self._folder = Folder(directory, keep, best, commit, self._team)
         self._room = room
         self._clock = clock
         self._buffers = Buffers()
         self._structures: dict[str, bytes] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -100,16 +109,30 @@ class Writer:
         self.committed: int | None = None
 
     def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Wait for the previous save, copy the state and write the copy in the background.
+        """Prepare a save, and start it.
 
-        The caller's tensors are not read after the return. If there is no memory for the copy,
-        this method returns after everything is written. `failure` and `wait` report errors of the
-        write.
+        Args:
+            step, state, facts: as for `prepare`.
+
+        Raises:
+            UsageError, CheckpointError: as for `prepare`.
+        """
+        self.start(self.prepare(step, state, facts))
+
+    def prepare(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        extents: Mapping[int, Extent] | None = None,
+    ) -> Save:
+        """Wait for the previous save, and copy the plain values of a state.
 
         Args:
             step: optimizer steps done.
             state: values for `torch.save` by name of the part; each part becomes a file.
             facts: additional entries for the manifest; JSON values.
+            extents: what this rank holds of some tensors; see `freeze`.
 
         Raises:
             UsageError: the state contains values that cannot be loaded again; nothing is written.
@@ -117,16 +140,38 @@ class Writer:
         """
         self._idle.wait()
         begin = self._clock()
-        snapshot = freeze(state, self._structures)
+        snapshot = freeze(state, self._structures, extents)
+        plan(snapshot, self._team)
         if self._room is not None:
             self._room(snapshot.size)
-        copied = self._buffers.copy(snapshot)
-        job = _Job(step, snapshot, _as_json(facts), begin)
+        return Save(step, snapshot, _as_json(facts), begin, self._folder.temporary(step))
+
+    def start(self, save: Save) -> None:
+        """Copy the tensors of a state, and write the copy in the background.
+
+        The caller's tensors are not read after the return. If there is no memory for the copy,
+        this method returns after everything is written. `failure` and `wait` report errors of the
+        write.
+
+        Args:
+            save: result of `prepare`.
+        """
+        self._team.written.clear()
+        copied = self._buffers.copy(save.snapshot)
         if copied and self._serving():
             self._idle.clear()
-            self._jobs.put(job)
+            self._jobs.put(save)
         else:
-            self._run(job)
+            self._run(save)
+
+    def settle(self) -> None:
+        """Wait until this rank has written its part; rank 0 does not wait for the others."""
+        if self._team.rank:
+            self._idle.wait()
+
+    def all_written(self) -> None:
+        """Tell this writer, at rank 0, that all ranks have returned from `settle`."""
+        self._team.written.set()
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -144,9 +189,20 @@ class Writer:
         error, self._unreported = self._unreported, None
         return error
 
+    @property
+    def name(self) -> str:
+        """Host and process of the writer, for the name of a team."""
+        return self._folder.name
+
     def close(self) -> None:
-        """Wait until everything is written and end the thread."""
+        """Wait until everything is written and end the thread.
+
+        Ranks that are gone are not waited for: their checkpoint is not committed.
+        """
+        self._team.leaving.set()
         self._idle.wait()
+        if self._team.name and self._team.rank == 0:
+            self._folder.clear()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -173,11 +229,14 @@ class Writer:
             del job  # the buffers may be reused
             self._idle.set()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: Save) -> None:
         """Write and commit; log an error and keep it for `failure` and `wait`."""
         error = None
         try:
-            self._folder.save(job.step, job.snapshot, job.facts)
+            if self._team.rank == 0:
+                self._folder.save(job.step, job.snapshot, job.facts, job.folder)
+            elif self._team.rank in job.snapshot.writers:
+                self._folder.save_part(job.step, job.snapshot, job.folder)
             self.committed = job.step
         except CheckpointError as failed:
             error = failed

@@ -29,6 +29,7 @@ COMMANDS = {
     "chaos": "hurt the ranks of a running job at random, to see what it survives",
     "report": "show the results of runs on one HTML page",
     "hostlist": "expand a Slurm host list, or write one",
+    "checkpoint": "show the checkpoints of a run, and what is damaged",
     "export": "write the weights of a checkpoint as safetensors",
     "horovod": "build and install a Horovod that fits the installed torch",
     "shards": "write folders of images to a few large files",

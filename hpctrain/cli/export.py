@@ -16,12 +16,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
         "Writes the weights and buffers of the newest complete checkpoint of a run to "
-        "a file that other programs read without running code. With several models, the names "
+        "files that other programs read without running code. With several models, the names "
         "begin with model0. and so on."
     )
     parser.add_argument("run", metavar="RUN_DIR", help="run directory")
     parser.add_argument(
-        "file", metavar="OUT.safetensors", type=Path, help="output file, replaced if it exists"
+        "target",
+        metavar="OUT",
+        type=Path,
+        help="OUT.safetensors: a file, replaced if it exists; else a new folder with several files "
+        "and Hugging Face's index, of which one at a time is in memory",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="step of the checkpoint")
@@ -34,6 +38,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema", action="store_true", help="write the averages of --ema in place of the weights"
     )
+    parser.add_argument(
+        "--dcp",
+        action="store_true",
+        help="write a folder of torch.distributed.checkpoint in place of safetensors",
+    )
+    parser.add_argument(
+        "--file-gb", type=float, metavar="GB", default=5.0, help="size of a file in a folder (5)"
+    )
     parser.set_defaults(command=_main)
 
 
@@ -43,12 +55,14 @@ def _main(arguments: argparse.Namespace) -> int:
     directory = RunDirectory(arguments.run)
     step = checkpoint.export(
         directory,
-        arguments.file,
+        arguments.target,
         step=arguments.step,
         best=arguments.best,
         ema=arguments.ema,
+        as_dcp=arguments.dcp,
+        file_bytes=max(1, int(arguments.file_gb * 1e9)),
     )
-    sys.stdout.write(f"{arguments.file}: the weights of step {step}\n")
+    sys.stdout.write(f"{arguments.target}: the weights of step {step}\n")
     if frozen := checkpoint.frozen(directory, step, most=_MOST_NAMED):
         sys.stdout.write(f"frozen: {frozen}\n")
     return 0

@@ -6,7 +6,7 @@ metrics.jsonl               a line for each logged step: step, epoch, time, then
 timings.jsonl               a line for each half minute: parts of the step time, by rank
 events.jsonl                a line for each mark of `effective_time`
 last-step.json              newest step and its time, while a start trains
-checkpoints/step-00000042/  .pt files and a manifest
+checkpoints/step-00000042/  .pt and .bin files, and a manifest
 logs/rank-0.log             log of each rank
 profile/rank-0.json.gz      trace of --profile
 track.json                  names of this run in the trackers of --track

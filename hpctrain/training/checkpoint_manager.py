@@ -1,24 +1,30 @@
-"""Checkpoints of a run: when to save, which rank writes, and what a failed write means."""
+"""Checkpoints of a run: when to save, which ranks write, and what a failed write means."""
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 from torch import nn
 
-from hpctrain.checkpoint import Writer, covering
+from hpctrain.checkpoint import Team, Writer, covering
+from hpctrain.checkpoint.writer import Save
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock import Lock
-from hpctrain.training.consensus import on_rank_zero
+from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.replica_check import ReplicaCheck
+from hpctrain.training.sharded_state import gathered, held
 from hpctrain.training.state import Position, gather, refuse_nonfinite
 
 __all__ = ["CheckpointManager"]
+
+T = TypeVar("T")
 
 # Assumed duration of the first save.
 _SECONDS_OF_A_SAVE = 10.0
@@ -26,7 +32,7 @@ _MARGIN_SECONDS = 5.0
 
 
 class CheckpointManager:
-    """Manager of a run's checkpoints: all ranks collect their states, rank 0 writes them later.
+    """Manager of a run's checkpoints: all ranks collect their states, and write them later.
 
     Args:
         context: context of the training.
@@ -62,15 +68,14 @@ class CheckpointManager:
         self._first = saved
         self._taken: list[Position] = []  # positions saved since then, the newest last
         self._replaced: ReplacedError | None = None
-        self._writer: Writer | None = None
-        if lock is not None:
-            options = context.options
-            self._writer = Writer(
-                directory,
-                keep=options.keep_checkpoints,
-                best=options.keep_best,
-                commit=lock.commit,
-            )
+        options = context.options
+        self._writer = Writer(
+            directory,
+            keep=options.keep_checkpoints,
+            best=options.keep_best,
+            commit=nullcontext if lock is None else lock.commit,
+            team=_team(context, directory),
+        )
         self._since = time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -81,13 +86,14 @@ class CheckpointManager:
     def overdue(self) -> bool:
         """Check whether --checkpoint-minutes have passed; only rank 0 can return True."""
         minutes = self._context.options.checkpoint_minutes
-        if self._writer is None or minutes is None:
+        if self._context.world.rank > 0 or minutes is None:
             return False
         return time.monotonic() - self._since >= 60 * minutes
 
     def failed(self) -> bool:
         """Check whether a write has failed; only rank 0 can return True, once for each failure."""
-        failure = self._writer.failure() if self._writer is not None else None
+        # Rank 0 knows why another rank has not written its part.
+        failure = self._writer.failure() if self._context.world.rank == 0 else None
         if isinstance(failure, ReplacedError):
             self._replaced = failure
         return failure is not None
@@ -102,10 +108,10 @@ class CheckpointManager:
         def look() -> int | None:
             if self._replaced is not None:
                 raise self._replaced
-            return self._writer.committed if self._writer is not None else None
+            return self._writer.committed
 
         step = on_rank_zero(self._context.backend, look)
-        if self._writer is None:
+        if self._context.world.rank > 0:
             logger.warning("rank 0 could not write a checkpoint; its log says why")
         written = [one for one in self._taken if step is not None and one.step == step]
         self.saved = written[-1] if written else self._first
@@ -122,7 +128,7 @@ class CheckpointManager:
 
     def save_margin(self) -> float:
         """Return how many seconds a save may take at rank 0, with a margin."""
-        seconds = self._writer.seconds if self._writer is not None else None
+        seconds = self._writer.seconds
         return _MARGIN_SECONDS + 2 * (seconds if seconds is not None else _SECONDS_OF_A_SAVE)
 
     def save(
@@ -132,15 +138,15 @@ class CheckpointManager:
         log: Mapping[str, Any],
         to_disk: bool = True,
     ) -> None:
-        """Collect everything that determines the next step; rank 0 writes it during training.
+        """Collect everything that determines the next step; the ranks write it during training.
 
-        So does the first rank of each host, to memory. Called by all ranks, between two steps.
+        The first rank of each host writes it to memory. Called by all ranks, between two steps.
 
         Args:
             position: position of the run.
             metrics: metrics of this step.
             log: values that this rank has logged for the next row of metrics.
-        to_disk: whether it is written to the disk, and not to memory alone.
+            to_disk: whether it is written to the disk, and not to memory alone.
 
         Raises:
             NonFiniteError: the weights are no longer finite.
@@ -150,24 +156,22 @@ class CheckpointManager:
         """
         context = self._context
         refuse_nonfinite(context, position.step)
+        if to_disk:
+            self._settle()
         with nullcontext() if context.ema is None else context.ema.original():
             self._replicas.compare(position.step)
             state = gather(context, self._others, position, log, self._memory is not None)
+            facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
+            facts |= {"frozen": _frozen(context.models)}
+            if self._memory is not None:
+                self._save_to_memory(position.step, state, facts)
+            if to_disk:
+                parts, extents = held(context, state)
 
-            def write() -> None:
-                if state is None:
-                    return
-                facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
-                facts |= {"frozen": _frozen(context.models)}
-                if self._writer is not None and to_disk:
-                    self._writer.save(position.step, state, facts)
-                if self._memory is not None:
-                    self._memory.save(position.step, state, facts)
+                def prepare() -> Save:
+                    return self._writer.prepare(position.step, parts, facts, extents)
 
-            if context.world.rank > 0:
-                with suppress(UsageError):  # rank 0 raises the same
-                    write()
-            on_rank_zero(context.backend, write)
+                self._writer.start(on_all_ranks(context.backend, prepare))
         if not to_disk:
             return
         self.saved = position
@@ -180,7 +184,27 @@ class CheckpointManager:
         Raises:
             CheckpointError: the write failed.
         """
-        on_rank_zero(self._context.backend, self._writer.wait if self._writer else lambda: None)
+        self._settle()
+        on_rank_zero(self._context.backend, self._writer.wait)
+
+    def _settle(self) -> None:
+        """Wait until all ranks have written their parts of the save before."""
+        self._writer.settle()
+        self._context.backend.barrier()
+        self._writer.all_written()
+
+    def _save_to_memory(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
+        """Let the first rank of each host copy the whole state to the memory of the host."""
+        context, memory = self._context, self._memory
+        wanted = context.world.local_rank == 0
+        if context.backend.sharded:
+            state = gathered(context.backend, state, wanted)
+
+        def save() -> None:
+            if wanted and memory is not None:
+                memory.save(step, state, facts)
+
+        on_all_ranks(context.backend, save)
 
     def close(self, done: bool) -> None:
         """Complete the writes that are under way, and end the writers.
@@ -188,10 +212,45 @@ class CheckpointManager:
         Args:
             done: whether the run has ended, or was stopped; then copies in memory are freed.
         """
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
         if self._memory is not None:
             self._memory.close(remove=done)
+
+
+def _team(context: Context, directory: RunDirectory) -> Team | None:
+    """Return the ranks that write checkpoints: those which see the run directory of rank 0.
+
+    Called by all ranks.
+
+    Raises:
+        UsageError: each rank holds a part, and one of them does not see the directory.
+    """
+    backend, hosts = context.backend, context.roster.host_names
+    if backend.world_size == 1:
+        return None
+    nonce = secrets.token_hex(8)
+    name, nonce = backend.broadcast_object((Writer(directory).name, nonce))
+    able: Sequence[int] = range(backend.world_size)
+    if len(set(hosts)) > 1:
+        probe = directory.path / f".seen-{nonce}"
+        if backend.rank == 0:
+            probe.touch()
+        backend.barrier()
+        seen = backend.gather_object(probe.exists())
+        if backend.rank == 0:
+            probe.unlink()
+        able = backend.broadcast_object([rank for rank, sees in enumerate(seen) if sees])
+    blind = sorted(set(range(backend.world_size)).difference(able))
+    if blind and backend.sharded:
+        error = UsageError(
+            "HT622",
+            f"{ranks_text(blind, hosts)} see no {directory.path}, in which rank 0 saves",
+            "a run directory on a file system that all hosts share, as each rank saves its part",
+            "--run-dir DIR",
+        )
+        error.reported_by_rank_0 = backend.rank > 0
+        raise error
+    return Team(backend.rank, able, backend.sharded, name, nonce)
 
 
 def _frozen(models: Sequence[nn.Module]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ __all__ = [
     "Consensus",
     "ask",
     "meet",
+    "on_all_ranks",
     "on_rank_zero",
     "picklable",
     "refuse_unlike_answers",
@@ -236,6 +237,30 @@ def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
         raise sent
     shared: T = result
     return shared
+
+
+def on_all_ranks(backend: Backend, act: Callable[[], T]) -> T:
+    """Call a function on each rank, and return its result; if one of them fails, all ranks raise.
+
+    Args:
+        backend: backend of the ranks.
+        act: function, without a collective.
+
+    The error is that of the first rank that has one, as for `on_rank_zero`.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = act()
+    except (Exception, SystemExit) as caught:
+        error = caught
+    seen = backend.gather_object(picklable(error, backend.rank))
+    found = ((rank, one) for rank, one in enumerate(seen) if one is not None)
+    first = backend.broadcast_object(next(found, None))
+    if first is not None:
+        raise error if error is not None and backend.rank == first[0] else first[1]
+    own: T = result
+    return own
 
 
 def picklable(error: BaseException | None, rank: int) -> BaseException | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import math
 import os
 import shlex
 import shutil
@@ -10,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain import checkpoint, optim
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
+from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.transparent import Transparent
 from hpctrain.data.feed import Placement
 from hpctrain.errors import UsageError
 from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
-from hpctrain.training.consensus import on_rank_zero
+from hpctrain.training import activation_checkpointing
+from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 
 __all__ = [
     "check_compiler",
@@ -105,23 +108,83 @@ def prepare_model(
     Raises:
         UsageError: the model does not fit the file of `--init-from`.
     """
-    if options.init_from is not None:
-        path, skip = Path(options.init_from), (options.init_skip or "").split(",")
-        patterns = [pattern.strip() for pattern in skip if pattern.strip()]
-        on_rank_zero(backend, lambda: checkpoint.fill_weights(path, model, number, patterns))
-    model.to(placement.device)
-    if placement.channels_last:
-        for parameter in model.parameters():
-            if parameter.dim() == 4:  # weights of 2-D convolutions; torch refuses others
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    unfilled = on_meta(model) if placement.device.type != "meta" else []
+    if unfilled:
+        _refuse_without_values(model, unfilled, options)
+    if not backend.sharded:
+        if unfilled:
+            allocate(model, "cpu")
+        if options.init_from is not None:
+            on_rank_zero(backend, lambda: _fill(model, number, options))
+        model.to(placement.device)
+        if placement.channels_last:
+            for parameter in model.parameters():
+                if parameter.dim() == 4:  # weights of 2-D convolutions; torch refuses others
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     # torch's own layers sum only over torch.distributed on GPUs.
     theirs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if options.sync_batchnorm or theirs:
         sync_batchnorm.convert(model, backend)
     precision.convert(model)
+    if options.activation_checkpointing:
+        activation_checkpointing.apply(model, options.fsdp_blocks)
     if options.compile:
         model.compile()  # type: ignore[no-untyped-call]
-    return backend.wrap(model)
+    wrapped = backend.wrap(model)
+    if backend.sharded and options.init_from is not None:
+        on_all_ranks(backend, lambda: _fill(model, number, options, backend))
+    return wrapped
+
+
+def _fill(model: nn.Module, number: int, options: Options, backend: Backend | None = None) -> None:
+    """Load the file of `--init-from` into a model, or what this rank of a backend holds of it."""
+    skip = [pattern.strip() for pattern in (options.init_skip or "").split(",") if pattern.strip()]
+    path = Path(options.init_from or "")
+
+    def read(weight: checkpoint.Weight, like: Tensor) -> Tensor:
+        if backend is None or weight.shape != like.shape or not weight.shape:
+            return weight.whole()
+        extent, row = backend.extent(like), max(1, math.prod(weight.shape[1:]))
+        rows = weight.rows(extent.start // row, extent.stop // row)
+        return backend.from_part(rows.to(like.dtype).reshape(-1), like)
+
+    checkpoint.fill_weights(path, model, number, skip, read)
+
+
+def _refuse_without_values(model: nn.Module, unfilled: Sequence[str], options: Options) -> None:
+    """Refuse a model on the meta device whose values nothing gives.
+
+    Raises:
+        UsageError: there is no `--init-from` for all of it, or it has a buffer that no file has.
+    """
+    absent = [name for name in unfilled if name not in model.state_dict()]
+    made = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if options.init_from is None or options.init_skip:
+        raise UsageError(
+            "HT624",
+            f"{unfilled[0]} and {len(unfilled) - 1} more tensors of the {type(model).__name__} are "
+            "on the meta device, without values"
+            + (", and --init-skip" if options.init_skip else ""),
+            "the values of all of them",
+            "--init-from FILE, without --init-skip (also with --resume, for the first start)",
+            "the model on the CPU",
+        )
+    if made:
+        raise UsageError(
+            "HT624",
+            f"{unfilled[0]} of the {type(model).__name__} is on the meta device, {made[0]} is not",
+            "all parameters on the meta device, or none",
+            "with torch.device('meta'): model = …",
+        )
+    if absent:
+        raise UsageError(
+            "HT624",
+            f"the buffer {absent[0]} of the {type(model).__name__} is on the meta device, and is "
+            "not in its state_dict()",
+            "values for it",
+            "with torch.device('cpu'): self.register_buffer(…, persistent=False)",
+            "self.register_buffer(…), which the file then has to contain",
+        )
 
 
 def prepare_optimizer(

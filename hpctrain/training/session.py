@@ -279,7 +279,10 @@ class Session(Collectives):
             self._context.samplers.append(sampler)
         else:
             sampler = data.EvaluationSampler(
-                length, batch_size or self.batches.batch_size, self.world
+                length,
+                batch_size or self.batches.batch_size,
+                self.world,
+                even=self.backend.sharded,
             )
         return data.Loader(
             dataset,

@@ -1,15 +1,24 @@
-"""State of a backend whose ranks each hold a part: whole in a checkpoint, divided in the ranks."""
+"""State of the ranks in a checkpoint: what each rank writes of it, and what it reads.
 
+Ranks with the same weights divide the bytes among them. A backend such as FSDP, whose ranks hold
+parts, writes and reads these parts.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.backends.base import Backend
+from hpctrain.backends.extent import Extent
+from hpctrain.checkpoint import Stored
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.context import Context
 
-__all__ = ["divide", "divided", "gathered"]
+__all__ = ["divide", "gathered", "held", "names_of_groups"]
 
 
 def gathered(backend: Backend, state: dict[str, Any], wanted: bool) -> dict[str, Any]:
@@ -31,36 +40,93 @@ def gathered(backend: Backend, state: dict[str, Any], wanted: bool) -> dict[str,
     return changed
 
 
-def divide(context: Context, state: dict[str, Any]) -> None:
-    """Replace the weights and averages of a loaded state by what this rank holds of them."""
+def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Extent]]:
+    """Return a state with what this rank holds of each tensor, and which part that is.
+
+    The parts are of what is the same on all ranks or divided among them: parameters, optimizer
+    states and averages. Called by all ranks.
+
+    Args:
+        context: context of the training.
+        state: result of `state.gather`.
+
+    Returns:
+        The state, and the extent of each of those tensors by its id.
+    """
+    extents: dict[int, Extent] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        part, extent = context.backend.held(tensor)
+        extents[id(part)] = extent
+        return part
+
+    models = []
+    for model, values in zip(context.models, state["model"], strict=True):
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        models.append(values.copy())
+        for name in names & values.keys():
+            models[-1][name] = own(values[name])
+    changed = {**state, "model": models}
+    for part in ("optimizer", "ema"):
+        if part in state:
+            changed[part] = map_tensors(own, state[part])
+    return changed, extents
+
+
+def divide(context: Context, state: Mapping[str, Any]) -> None:
+    """Choose what this rank reads of the tensors in a checkpoint, or cut it out of whole ones.
+
+    Args:
+        context: context of the training.
+        state: state of an `Opened` checkpoint; or a state with tensors, of which the parameters,
+            their averages and states are replaced.
+    """
     if not context.backend.sharded:
         return
-    part = context.backend.divide
-    own = [model.state_dict() for model in context.models]
+    for values, name, like in _places(context, state):
+        extent = context.backend.extent(like)
+        convert = partial(context.backend.from_part, like=like)
+        if isinstance(values[name], Stored):
+            values[name].divide(extent.start, extent.stop, convert)
+        else:
+            values[name] = convert(values[name].reshape(-1)[extent.start : extent.stop])
+
+
+def names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
+    """Return the model index and name of each parameter, by group of an optimizer."""
+    names = {
+        id(context.precision.master(parameter)): (number, name)
+        for number, model in enumerate(context.models)
+        for name, parameter in model.named_parameters()
+    }
+    return [
+        [names.get(id(parameter), (-1, "")) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def _places(
+    context: Context, state: Mapping[str, Any]
+) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
+    """Yield where a state has a tensor that is divided as a parameter of this rank."""
+    models = [dict(model.named_parameters(remove_duplicate=False)) for model in context.models]
     averages = state["ema"]["averages"] if "ema" in state else []
-    for states in (state["model"], averages):
-        for values, ours in zip(states, own, strict=False):
-            for name in values.keys() & ours.keys():
-                values[name] = part(values[name], ours[name])
-
-
-def divided(context: Context, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved state of an optimizer, with what this rank holds of it."""
-    if not context.backend.sharded:
-        return saved
-    groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
-    own = {
-        number: parameter
-        for theirs, ours in groups
-        for number, parameter in zip(theirs["params"], ours["params"], strict=False)
-    }
-    part = context.backend.divide
-    state = {
-        number: {
-            name: part(value, own[number]) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for number, values in saved["state"].items()
-        if number in own
-    }
-    return {**saved, "state": state}
+    found = [
+        (values, name, parameters[name])
+        for those in (state["model"], averages)
+        for values, parameters in zip(those, models, strict=False)
+        for name in values.keys() & parameters.keys()
+    ]
+    groups = state["position"].get("groups") or [
+        names_of_groups(context, optimizer) for optimizer in context.optimizers
+    ]
+    for saved, names in zip(state["optimizer"], groups, strict=False):
+        numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        for number, (model, name) in zip(numbers, chain.from_iterable(names), strict=False):
+            like = models[model].get(name) if 0 <= model < len(models) else None
+            if like is not None:
+                values = saved["state"].get(number, {})
+                found += [(values, key, like) for key in values]
+    for values, name, like in found:
+        if isinstance(values[name], (Tensor, Stored)) and values[name].shape == like.shape:
+            yield values, name, like

@@ -165,7 +165,7 @@ def gather(
     position: Position,
     log: Mapping[str, Any],
     on_each_host: bool = False,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Collect the state of a session, part by part; called by all ranks.
 
     Args:
@@ -173,10 +173,11 @@ def gather(
         others: objects that the user added to the state, by name.
         position: position of the run.
         log: values of this rank for the next row of metrics.
-        on_each_host: whether the first rank of each host gets the state.
+        on_each_host: whether all ranks get what rank 0 alone knows.
 
     Returns:
-        The state at rank 0, and at the first rank of each host if asked for; None on the others.
+        The state, with this rank's part of each tensor. Without `on_each_host`, other ranks than 0
+        have only parameters, optimizer states and averages that are right for all.
     """
     values = {
         name: plain_state.copied(one) for name, one in others.items() if plain_state.is_plain(one)
@@ -192,11 +193,8 @@ def gather(
         first, ranks[0]["buffers"] = ranks[0]["buffers"], []
     if on_each_host:
         first, small = context.backend.broadcast_object((first, small))
-    wanted = context.world.rank == 0 or (on_each_host and context.world.local_rank == 0)
-    if not wanted and not context.backend.sharded:
-        return None
     models = [model.state_dict() for model in context.models]
-    if context.world.rank > 0 and wanted:
+    if on_each_host and context.world.rank > 0:
         for model, buffers in zip(models, first, strict=True):
             model.update(buffers)  # those of this rank may differ
     state = {
@@ -206,9 +204,7 @@ def gather(
     }
     if context.ema is not None:
         state["ema"] = context.ema.state_dict()
-    if context.backend.sharded:
-        state = sharded_state.gathered(context.backend, state, wanted)
-    return state if wanted else None
+    return state
 
 
 def _of_rank_0(
@@ -240,7 +236,10 @@ def _of_rank_0(
                 for model in context.models
             ],
             "unused": [context.backend.has_unused(model) for model in context.models],
-            "groups": [_names_of_groups(context, optimizer) for optimizer in context.optimizers],
+            "groups": [
+                sharded_state.names_of_groups(context, optimizer)
+                for optimizer in context.optimizers
+            ],
         },
         "ranks": ranks,
     }
@@ -295,14 +294,11 @@ def restore(
     step, state = loaded
     position = state["position"]
     _compare(context, directory, position)
-    sharded_state.divide(context, state)
     _fill("model", context.models, state["model"])
     _train_again(context, position)
     rates = _rates(context)
     later = _later_groups(context, position, state["optimizer"])
     states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
-    pairs = zip(context.optimizers, states, strict=False)
-    states[: len(context.optimizers)] = [sharded_state.divided(context, *pair) for pair in pairs]
     _fill("optimizer", context.optimizers, states)
     course = context.options.sets_rates or any(map(scheduled, context.optimizers))
     if rates != _rates(context) and not course:
@@ -395,9 +391,7 @@ class LaterGroups:
             own = [self._parts.precision.master(models[n][name]) for n, name in names]
             self.optimizer.add_param_group({**group, "params": own})
             logger.info("%d parameters that were added to the optimizer are again", len(own))
-        self.optimizer.load_state_dict(
-            sharded_state.divided(self._parts, self.optimizer, self._saved)
-        )
+        self.optimizer.load_state_dict(self._saved)
 
 
 def _later_groups(
@@ -410,19 +404,6 @@ def _later_groups(
         for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False))
         if number < len(names) and len(saved["param_groups"]) > len(optimizer.param_groups)
     }
-
-
-def _names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
-    """Return the model index and name of each parameter, by group of an optimizer."""
-    names = {
-        id(context.precision.master(parameter)): (number, name)
-        for number, model in enumerate(context.models)
-        for name, parameter in model.named_parameters()
-    }
-    return [
-        [names.get(id(parameter), (-1, "")) for parameter in group["params"]]
-        for group in optimizer.param_groups
-    ]
 
 
 def _train_again(context: Context, position: Mapping[str, Any]) -> None:
@@ -524,32 +505,51 @@ def _load_newest(
         memory.keep_only(None)
         return loaded, None
     state = memory.state(copy)
+    sharded_state.divide(context, state)
     memory.keep_only(copy.step)
     logger.info("the state of step %d is from the memory of the hosts", copy.step)
     return (copy.step, state), newest if loaded is None else loaded[0]
 
 
 def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest checkpoint, and check that all ranks find the same one."""
-    loaded, mistake = None, None
-    try:
-        of = identity.facts(directory, context.world)["run"]
-        loaded = checkpoint.load_newest(directory, of)
-    except CheckpointError as error:
-        mistake = error
-    here = -1 if loaded is None else loaded[0]
-    first = context.backend.broadcast_object(here)
-    unlike = torch.tensor(int(mistake is not None or here != first), device=context.device)
-    ranks = int(context.backend.sum(unlike).item())
-    if mistake is not None:
-        raise mistake
-    if ranks:
+    """Load the newest checkpoint that no rank finds damaged; called by all ranks.
+
+    Each rank reads what it needs of it.
+    """
+    backend, run = context.backend, identity.facts(directory, context.world)["run"]
+    steps = on_rank_zero(backend, lambda: sorted(checkpoint.places(directory)))
+    found = checkpoint.places(directory)
+    unlike = backend.gather_object(max(found, default=-1) != max(steps, default=-1))
+    on_rank_zero(backend, lambda: _refuse_unlike(directory, unlike, steps))
+    for step in reversed(steps):
+        state, damage = None, None
+        try:
+            opened = checkpoint.open_checkpoint(found[step], step, run=run)
+            sharded_state.divide(context, opened.state)
+            state = opened.read()
+        except KeyError:
+            damage = f"no checkpoint of step {step} in {directory.checkpoints}"
+        except CheckpointError as error:
+            damage = error.found
+        # One rank may find a damage in what it alone has read.
+        seen = backend.gather_object(damage)
+        first = on_rank_zero(backend, lambda: next(filter(None, seen), None))  # noqa: B023
+        if first is None and state is not None:
+            return step, state
+        logger.error("%s; trying the previous one", first)
+    if steps:
+        on_rank_zero(backend, lambda: checkpoint.refuse_damaged(directory, len(steps)))
+    return None
+
+
+def _refuse_unlike(directory: RunDirectory, unlike: Sequence[bool], steps: Sequence[int]) -> None:
+    """Raise an error if ranks do not find the newest checkpoint that rank 0 finds."""
+    if any(unlike):
         raise CheckpointError(
             "HT622",
-            f"{ranks} of {context.world.world_size} ranks do not find in "
+            f"{sum(unlike)} of {len(unlike)} ranks do not find in "
             f"{directory.path} the checkpoint that rank 0 finds"
-            + (f" (step {first})" if first >= 0 else " (none)"),
+            + (f" (step {steps[-1]})" if steps else " (none)"),
             "a run directory on a file system that all hosts share",
             "--run-dir DIR",
         )
-    return loaded

@@ -97,7 +97,7 @@ def test_every_option_reaches_its_field():
         "--no-ddp-gradient-as-bucket-view --horovod-op sum "
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
         "--horovod-sparse-as-dense --check-replicas-every 7 --fsdp-blocks Block --no-fsdp-reshard "
-        "--fsdp-hybrid --fsdp-offload"
+        "--fsdp-hybrid --fsdp-offload --activation-checkpointing"
     )
     read = Options.of(options(recipe=True).parse_args(line.split()), {})
     assert read == Options(
@@ -105,6 +105,7 @@ def test_every_option_reaches_its_field():
         init_skip="fc.*",
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
         fsdp_blocks="Block", fsdp_reshard=False, fsdp_hybrid=True, fsdp_offload=True,
+        activation_checkpointing=True,
         max_nonfinite=9, check_replicas_every=7, global_batch=96, batch_size=8, accumulate=3,
         epochs=2, max_steps=7, seed=5,
         seed_everything=False, handle_signals=False, report_errors=False, deterministic=True,

@@ -1,6 +1,7 @@
 """FSDP: losses, weights, clipping and resume of divided models, against those of one process."""
 
 import os
+import shutil
 from pathlib import Path
 
 import battery
@@ -11,8 +12,8 @@ from torch import nn
 
 import hpctrain
 import hpctrain.optim
-from hpctrain.backends.fsdp.blocks import find_blocks
-from hpctrain.checkpoint import load_newest
+from hpctrain.backends.blocks import find_blocks
+from hpctrain.checkpoint import Weight, data_files, export, load_newest, save
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 
@@ -98,6 +99,7 @@ def start(size, path, *arguments, layout=(), **options):
 
 
 def trained(arguments, options):
+    data_files.LEAST_BYTES = 1  # so that each rank of ddp writes a part, too
     return train(*arguments, **options)
 
 
@@ -127,6 +129,7 @@ def assert_close(found, expected, **tolerance):
                 (3, {"fsdp_reshard": False}),
                 (3, {"fsdp_blocks": "Block,MultiheadAttention"}),
                 (3, {"kind": torch.optim.SGD}),
+                *((size, {"epochs": 50}) for size in (2, 3, 4)),  # 200 steps
                 (4, {"fsdp_hybrid": True, "layout": (2, 2)}),
             ]
         ),
@@ -172,6 +175,57 @@ def test_fsdp_resumes_from_and_for_each_backend_and_world(before, after):
     assert_close(found, expected, **(exact or {"rtol": 1e-9, "atol": 1e-9}))
 
 
+def evaluate(backend, count):
+    """Return the mean loss over some samples, and the samples in the order of the data set."""
+    with hpctrain.Session(backend=backend, precision="fp64", global_batch=12) as session:
+        torch.manual_seed(5)
+        model = session.prepare(Language())
+        data = torch.utils.data.Subset(tokens(), range(count))
+        total, seen = 0.0, []
+        with torch.no_grad():
+            for inputs, targets in session.loader(data, train=False, batch_size=3):
+                loss = nn.functional.cross_entropy(
+                    model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
+                )
+                total += loss.item()
+                seen.append(session.gather_for_metrics(inputs))
+        return session.sum(total) / count, torch.cat(seen)
+
+
+@pytest.mark.parametrize("count", [3, 10, 20, 28])
+def test_evaluation_of_any_number_of_samples_is_exact(count):
+    ((expected, order),) = ranks.values(ranks.run(1, evaluate, "single", count))
+    for loss, seen in ranks.values(ranks.run(3, evaluate, "fsdp", count, timeout=60)):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert torch.equal(seen, order)
+
+
+def counted(backend, options):
+    """Train; return the rows of metrics, and how often the blocks were computed."""
+    calls, forward = [], Block.forward
+    Block.forward = lambda self, x: calls.append(self) or forward(self, x)
+    return train(backend, **options)[0], len(calls)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+def test_activations_that_are_computed_again_change_no_number(backend):
+    options = {"max_steps": 4, "precision": "fp32", "deterministic": True}
+    expected, calls = ranks.values(ranks.run(2, counted, backend, options))[0]
+    options |= {"activation_checkpointing": True, "run_dir": "again"}
+    rows, again = ranks.values(ranks.run(2, counted, backend, options))[0]
+    assert again == 2 * calls
+    assert [r["loss"] for r in rows] == [r["loss"] for r in expected]
+    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in expected]
+
+
+def test_activation_checkpointing_of_a_model_without_blocks_is_refused():
+    with (
+        hpctrain.Session(activation_checkpointing=True) as session,
+        pytest.raises(UsageError, match="no container of the Linear has several modules"),
+    ):
+        session.prepare(nn.Linear(2, 2))
+
+
 def train_images(folder):
     """Train a net with batch norm in bf16; return the losses."""
     with hpctrain.Session(
@@ -214,3 +268,69 @@ def test_blocks_are_what_the_model_repeats():
 def test_what_fsdp_cannot_do_is_refused(options, text):
     with pytest.raises(UsageError, match=text):
         start(sum(options.get("layout", (2,))), "refused", "fsdp", **options)
+
+
+def train_from(folder, backend, meta, buffer=False):
+    """Train two steps from the weights in a folder; return the losses, and the sizes read."""
+    read = []
+    real = Weight.rows
+    Weight.rows = lambda self, *rows: read.append(rows) or real(self, *rows)
+    with hpctrain.Session(
+        backend=backend, precision="fp64", init_from=folder, max_steps=2, global_batch=12, seed=3,
+        log_every=1, run_dir="run",
+    ) as session:  # fmt: skip
+        with torch.device("meta" if meta else "cpu"):
+            model = Language()
+            if buffer:
+                model.register_buffer("scale", torch.ones(3), persistent=False)
+        if meta:
+            model.register_buffer("kept", torch.arange(3.0), persistent=False)
+        model = session.prepare(model)
+        if meta:
+            assert model.kept.tolist() == [0, 1, 2]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        session.prepare(torch.optim.AdamW(trained, 0.01))
+        losses = []
+        with session.run() as run:
+            for _ in run.epochs():
+                for inputs, targets in run.batches(session.loader(tokens())):
+                    logits = model(inputs)
+                    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                    session.step(loss)
+                    losses.append(session.sum(loss.item()) / session.backend.world_size)
+    return losses, read
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Export a model to several small files; return the folder."""
+    torch.manual_seed(8)
+    run = RunDirectory(tmp_path / "source")
+    save(run, 1, {"model": [Language().double().state_dict()]}, {})
+    export(run, tmp_path / "weights", file_bytes=2000)
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 2
+    return str(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(("backend", "meta"), [("fsdp", True), ("fsdp", False), ("ddp", True)])
+def test_model_without_memory_begins_with_the_weights_of_a_folder(weights, backend, meta):
+    """Each rank of fsdp reads its rows alone."""
+    ((expected, _),) = ranks.values(ranks.run(1, train_from, weights, "single", False))
+    shutil.rmtree("run")
+    for losses, read in ranks.values(ranks.run(3, train_from, weights, backend, meta)):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert max(stop - start for start, stop in [*read, (0, 0)]) <= 10  # of 30
+        assert bool(read) == (backend == "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("source", "buffer", "text"),
+    [
+        (None, False, "on the meta device, without values"),
+        ("weights", True, "the buffer scale of the Language is on the meta device"),
+    ],
+)
+def test_model_without_values_is_refused(weights, source, buffer, text):
+    for result in ranks.run(2, train_from, source and weights, "fsdp", True, buffer):
+        assert isinstance(result, UsageError)
+        assert text in str(result)

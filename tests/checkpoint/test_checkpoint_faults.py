@@ -18,7 +18,8 @@ import pytest
 import ranks
 from checkpoints import names, newest, state_of, two_checkpoints
 
-from hpctrain.checkpoint import Writer, folder, save
+from hpctrain.backends.extent import Extent
+from hpctrain.checkpoint import Team, Writer, data_files, folder, save
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
@@ -39,14 +40,36 @@ def run(tmp_path):
 # Killed
 
 
-def save_steps(path, pipe, threaded):
+def save_together(directory, steps):
+    """Save by the writers of three ranks, each with a part of the weight."""
+    data_files.LEAST_BYTES = 1
+    name = Writer(directory).name
+    teams = [Team(rank, range(3), False, name, "7") for rank in range(3)]
+    writers = [Writer(directory, team=team) for team in teams]
+    for step in steps:
+        for writer in writers:
+            state = state_of(step)
+            weight = state["model"]["weight"]
+            extents = {id(weight): Extent.whole(weight.shape, range(3))}
+            writer.start(writer.prepare(step, state, {}, extents))
+        for writer in writers:
+            writer.settle()
+        writers[0].all_written()
+        writers[0].wait()
+    for writer in reversed(writers):
+        writer.close()
+
+
+def save_steps(path, pipe, how):
     """Replace step 2, then add steps 3 and 4, which removes step 1; end the process."""
     # Some kernels let only an ancestor trace a process; PR_SET_PTRACER lifts this limit.
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
     directory = RunDirectory(path)
     os.write(pipe[1], b"x")
     select.select([pipe[2]], [], [])
-    if threaded:
+    if how == "by three ranks":
+        save_together(directory, (2, 3, 4))
+    elif how == "in the background":
         writer = Writer(directory)
         for step in (2, 3, 4):
             writer.save(step, state_of(step), {})
@@ -58,7 +81,7 @@ def save_steps(path, pipe, threaded):
     os._exit(0)
 
 
-def trace_save(options, path, threaded):
+def trace_save(options, path, how):
     """Run `save_steps` in a process under strace.
 
     Returns:
@@ -68,7 +91,7 @@ def trace_save(options, path, threaded):
     pid = os.fork()
     if pid == 0:
         try:
-            save_steps(path, (ready[0], ready[1], go[0]), threaded)
+            save_steps(path, (ready[0], ready[1], go[0]), how)
         finally:
             os._exit(1)
     tracer = None
@@ -94,7 +117,7 @@ def trace_save(options, path, threaded):
             os.close(end)
 
 
-def kill_at_each_call(path, calls, threaded):
+def kill_at_each_call(path, calls, how):
     """Start one process after another, and kill each at another system call.
 
     Returns:
@@ -102,7 +125,7 @@ def kill_at_each_call(path, calls, threaded):
     """
     table = Path(path) / "calls"
     options = ["-c", "-U", "name", "-o", str(table)]
-    result = trace_save(options, two_checkpoints(Path(path) / "0").path, threaded)
+    result = trace_save(options, two_checkpoints(Path(path) / "0").path, how)
     if result != 0:
         return str(result)
     made = [name for name in table.read_text().split() if name.isidentifier()]
@@ -116,7 +139,7 @@ def kill_at_each_call(path, calls, threaded):
             directory = two_checkpoints(Path(path) / f"{call}-{number}")
             inject = f"inject={call}:signal=KILL:when={number}"
             options = ["-o", "/dev/null", "-e", f"trace={call}", "-e", inject]
-            code = trace_save(options, directory.path, threaded)
+            code = trace_save(options, directory.path, how)
             assert code in (0, -signal.SIGKILL), (call, number, code)
             check_checkpoints(directory, code == 0, (call, number))
             if code == 0:
@@ -148,12 +171,12 @@ def kill_saves(lacking, monkeypatch):
     if not shutil.which("strace"):
         lacking("strace", "apt-get install strace")
 
-    def kill(calls, threaded=False):
+    def kill(calls, how="at once"):
         # In memory if possible: the test is faster, and a kill does not empty a disk's cache.
         with tempfile.TemporaryDirectory(
             dir="/dev/shm" if Path("/dev/shm").is_dir() else None
         ) as path:
-            arguments = (path, calls, threaded)
+            arguments = (path, calls, how)
             (kills,) = ranks.values(ranks.run(1, kill_at_each_call, *arguments, timeout=1800))
         if isinstance(kills, str):
             lacking("strace", kills)
@@ -167,16 +190,18 @@ def kill_saves(lacking, monkeypatch):
 def test_checkpoint_save_killed_at_each_file_call(kill_saves):
     """Kill saves at each system call that changes files; load the newest complete checkpoint."""
     kills = kill_saves(CHANGES)
-    assert kills["fsync"] == 3 * 5
+    assert kills["fsync"] == 3 * 6
     assert kills["rename"] >= 5
     assert kills["unlinkat"] >= 2 * 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threaded", [False, True], ids=["at once", "in the background"])
-def test_checkpoint_save_killed_at_any_system_call(kill_saves, threaded):
+@pytest.mark.parametrize("how", ["at once", "in the background", "by three ranks"])
+def test_checkpoint_save_killed_at_any_system_call(kill_saves, how):
     """Kill saves at every system call; load the newest complete checkpoint."""
-    assert sum(kill_saves("all", threaded).values()) > 100
+    # The writers of ranks wait for each other, some calls more or less.
+    calls = CHANGES if how == "by three ranks" else "all"
+    assert sum(kill_saves(calls, how).values()) > 50
 
 
 # Damaged
@@ -194,7 +219,7 @@ def damaged_copies(content, every):
             yield bytes(changed)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.pt", "position.pt"])
+@pytest.mark.parametrize("name", ["manifest.json", "model.pt", "position.pt", "rank-00000.bin"])
 @pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_truncated_or_flipped_checkpoint_is_never_loaded(run, name, every):
     """Cut a file of the newest checkpoint short, or flip a bit of it; load the previous one."""
@@ -211,7 +236,7 @@ def test_truncated_or_flipped_checkpoint_is_never_loaded(run, name, every):
 
 def test_checkpoint_with_file_of_another_is_refused(run):
     """Replace a file of a checkpoint, or the whole folder, by that of another checkpoint."""
-    shutil.copy(run.checkpoint(1) / "model.pt", run.checkpoint(2) / "model.pt")
+    shutil.copy(run.checkpoint(1) / "rank-00000.bin", run.checkpoint(2) / "rank-00000.bin")
     assert newest(run) == 1
     shutil.rmtree(run.checkpoint(2))
     shutil.copytree(run.checkpoint(1), run.checkpoint(5))
@@ -244,7 +269,7 @@ GOOD = {"size": 1, "sha256": "0" * 64}
         {"x\n.pt\n": GOOD},
         {"x\0.pt": GOOD},
         {"": GOOD},
-        {f"part{number}.pt": GOOD for number in range(1001)},
+        {f"part{number}.pt": GOOD for number in range((1 << 17) + 1)},
         {"model.pt": {"size": "1", "sha256": "0" * 64}},
         {"model.pt": {"size": 1.0, "sha256": "0" * 64}},
         {"model.pt": {"size": True, "sha256": "0" * 64}},
@@ -273,12 +298,20 @@ def test_checkpoint_with_forged_manifest_files_is_refused(run, monkeypatch, file
     beside = {run.checkpoint(1), run.checkpoint(2)}
     assert {path.parent for path in opened} == beside
     assert run.checkpoint(2) / "manifest.json" in opened
-    assert len(opened) == 4
+    assert len(opened) == 5
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"format": 2}, {"format": 99}, {"format": "3"}, {"step": 1}, {"step": "2"}, {"step": None}],
+    [
+        {"format": 2},
+        {"format": 99},
+        {"format": "4"},
+        {"format": 4.0},
+        {"step": 1},
+        {"step": "2"},
+        {"step": None},
+    ],
 )
 def test_checkpoint_manifest_of_another_format_or_step_is_refused(run, changes):
     """Give a manifest another format or step, and a matching hash."""
@@ -324,7 +357,7 @@ def test_checkpoint_links_and_pipes_are_refused(run, tmp_path):
     two.write_text("a file")
     assert newest(run) == 1
     two.unlink()
-    for name in ("manifest.json", "model.pt"):
+    for name in ("manifest.json", "model.pt", "rank-00000.bin"):
         shutil.copytree(good, two)
         (two / name).unlink()
         (two / name).symlink_to(good / name)
@@ -347,6 +380,7 @@ def test_checkpoint_save_replaces_a_link(run, tmp_path):
         "manifest.json",
         "model.pt",
         "position.pt",
+        "rank-00000.bin",
     ]
     for step in (3, 4, 5):
         save(run, step, state_of(step), {})
@@ -436,11 +470,11 @@ def test_checkpoint_directory_that_vanishes_and_returns(run):
     assert newest(run) == 3
 
 
-@pytest.mark.parametrize("fails", range(1, 6))
+@pytest.mark.parametrize("fails", range(1, 7))
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("step", [2, 3])
 def test_checkpoint_failed_fsync_commits_nothing(run, monkeypatch, fails, number, step):
-    """Fail one fsync of a save: of its two files, the manifest, the folder, or its parent."""
+    """Fail one fsync of a save: of its three files, the manifest, the folder, or its parent."""
     real, calls = os.fsync, []
 
     def sync(descriptor):

@@ -43,6 +43,7 @@ def test_checkpoint_round_trip(run):
         "manifest.json",
         "model.pt",
         "position.pt",
+        "rank-00000.bin",
     ]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["step"] == 7
@@ -167,7 +168,7 @@ def test_checkpoint_manifest_has_the_given_fields(run):
     save(run, 3, state_of(3), facts)
     manifest = json.loads((run.checkpoint(3) / "manifest.json").read_text())
     assert manifest["step"] == 3
-    assert manifest["format"] == 3
+    assert manifest["format"] == 4
     assert manifest["7"] == "seven"
     assert newest(run) == 3
 
@@ -254,7 +255,7 @@ def test_checkpoint_gets_its_name_after_its_manifest_is_written(run, monkeypatch
 
     monkeypatch.setattr(Path, "rename", record_and_rename)
     save(run, 1, state_of(1), {})
-    assert seen == [["manifest.json", "model.pt", "position.pt"]]
+    assert seen == [["manifest.json", "model.pt", "position.pt", "rank-00000.bin"]]
 
 
 def test_checkpoint_that_holds_code_is_not_run(saved, tmp_path):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hpctrain.checkpoint import Writer, available_memory, folder, load_newest, snapshot
+from hpctrain.checkpoint.data_files import Team, plan
 from hpctrain.checkpoint.snapshot import Buffers, freeze
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
@@ -321,8 +322,9 @@ def test_checkpoint_buffers_are_reused():
 
     def memory_of(value):
         taken = freeze({"part": value})
+        plan(taken, Team())
         assert buffers.copy(taken)
-        return [t.untyped_storage().data_ptr() for t in taken.parts["part"].tensors]
+        return [piece.source.data_ptr() for piece in taken.pieces]
 
     first = memory_of([torch.ones(3, 5), torch.ones(100)])
     assert memory_of([torch.zeros(15), torch.zeros(100)]) == first

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import hpctrain
 from hpctrain.checkpoint import export, fill_weights, save
@@ -148,6 +149,55 @@ def test_checkpoint_and_export_name_what_was_frozen(tmp_path, capsys):
     assert main(["export", str(run.path), str(target), "--step", "1"]) == 0
     assert "frozen" not in capsys.readouterr().out
     assert "frozen" not in metadata(target)
+
+
+def test_export_to_several_files(run, tmp_path, capsys):
+    """The files have Hugging Face's index, and begin a training."""
+    target = tmp_path / "out"
+    target.mkdir()
+    assert main(["export", str(run.path), str(target), "--file-gb", "4e-8"]) == 0
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    expected = {n: v for n, v in run.models[2].state_dict().items() if n != "second.weight"}
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in expected.values())
+    assert index["weight_map"].keys() == expected.keys()
+    assert set(index["weight_map"].values()) == {
+        f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
+    }
+    for name, value in expected.items():
+        assert torch.equal(load_file(target / index["weight_map"][name])[name], value)
+    for source in (target, target / "model.safetensors.index.json"):
+        model = Tied()
+        fill_weights(source, model, 0)
+        for name, value in run.models[2].state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+    assert main(["export", str(run.path), str(target)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_export_holds_one_file_in_memory(run, tmp_path, monkeypatch):
+    """Each file is read from the checkpoint when it is written."""
+    held = []
+    monkeypatch.setattr("safetensors.torch.save_file", lambda weights, *_: held.append(weights))
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    export(run, tmp_path / "out", file_bytes=1)
+    assert [len(weights) for weights in held] == [1, 1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_export_to_distributed_checkpoint_and_back(run, tmp_path):
+    assert main(["export", str(run.path), str(tmp_path / "out"), "--dcp"]) == 0
+    names = ("first.weight", "first.bias", "second.bias", "nothing")
+    state = {name: torch.zeros_like(run.models[2].state_dict()[name]) for name in names}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    nested = {"app": {"model": run.models[1].state_dict()}, "step": 3}
+    dcp.save(nested, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for folder, source in (("out", run.models[2]), ("theirs", run.models[1])):
+        model = Tied()
+        fill_weights(tmp_path / folder, model, 0)
+        for name, value in source.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+            if folder == "out" and name in state:
+                assert torch.equal(state[name], value)
 
 
 def test_export_refuses_a_damaged_checkpoint(run, tmp_path):

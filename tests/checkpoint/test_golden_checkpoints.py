@@ -24,7 +24,24 @@ def test_golden_checkpoints_are_all_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_checkpoint_loads_and_resumes(name, lacking):
-    backend, precision, size = golden_checkpoints.CASES[name]
+    loads_and_resumes(name, lacking, golden_checkpoints.CASES[name][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("format3-ddp-fp32-3", "fsdp"),
+        ("format4-ddp-fp32-3", "fsdp"),
+        ("format4-fsdp-fp32-3", "ddp"),
+        ("format4-fsdp-fp32-3", "horovod"),
+    ],
+)
+def test_golden_checkpoint_of_another_backend_loads_and_resumes(name, backend, lacking):
+    loads_and_resumes(name, lacking, backend)
+
+
+def loads_and_resumes(name, lacking, backend):
+    _, precision, size = golden_checkpoints.CASES[name]
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "no module named horovod")
     shutil.copytree(golden_checkpoints.FOLDER / name / "run", "run")

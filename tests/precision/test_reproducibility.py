@@ -25,6 +25,7 @@ import pytest
 import ranks
 import torch
 
+from hpctrain.checkpoint import load
 from hpctrain.data import TrainingSampler
 from hpctrain.rundir import RunDirectory
 
@@ -35,6 +36,7 @@ STEPS, FIRST, FEW = 200, 10, 50
 # The same micro-batches in one process, two ranks and four, distributed differently.
 COMMON = ("--global-batch", "32", "--batch-size", "8", "--log-every=1")
 DDP, HOROVOD = ("--backend", "ddp"), ("--backend", "horovod")
+FSDP = ("--backend", "fsdp")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "O1", "O2")
 
 
@@ -69,6 +71,8 @@ ARMS = {
     "ddp, 4 ranks": Arm(4, DDP),
     "Horovod, 2 ranks": Arm(2, HOROVOD),
     "Horovod, 4 ranks": Arm(4, HOROVOD),
+    "fsdp, 2 ranks": Arm(2, FSDP, ("fp64", "fp32", "bf16")),
+    "fsdp, 4 ranks": Arm(4, FSDP, ("fp64", "fp32", "bf16")),
     "Horovod, 2 ranks, `--horovod-groups 2`": Arm(
         2, (*HOROVOD, "--horovod-groups", "2"), ("fp64",)
     ),
@@ -116,7 +120,7 @@ def train(name, precision, steps=STEPS):
     options += ("--max-steps", str(steps))
     ranks.values(ranks.run(arm.size, run_example, options, arm.backwards, timeout=300))
     rows = run.rows()
-    (weights,) = torch.load(run.checkpoint(steps) / "model.pt", weights_only=True)
+    (weights,) = load(run.checkpoint(steps), steps)["model"]
     trained = {k: v for k, v in weights.items() if "running" not in k and "num_batches" not in k}
     for name in WITHOUT_EFFECT:
         del trained[name]

@@ -49,6 +49,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import hpctrain
+from hpctrain.process.pytree import map_tensors
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("term", "usr1", "usr2", "int")}
 _SIGNALS |= {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -255,7 +256,8 @@ class Ledger:
         """Write the line of a finished step."""
         state = hashlib.blake2b(digest_size=8)
         for tensor in model.state_dict().values():
-            state.update(tensor.detach().cpu().double().numpy().tobytes())
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            state.update(own.detach().cpu().double().numpy().tobytes())
         line = {"step": number, "ids": self._ids, "start": self.start}
         line |= {"draws": self._draws, "state": state.hexdigest(), "time": time.time()}
         self._file.write(json.dumps(line) + "\n")
@@ -281,15 +283,16 @@ def evaluate(session, model, loader, faults, epoch):
 
 
 def write_result(session, run, model, optimizer, schedule):
-    """Write final.pt atomically on rank 0."""
-    if not session.is_main:
-        return
+    """Write final.pt atomically on rank 0, with whole tensors."""
     result = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
         "ema": session.ema.state_dict() if session.ema else None,
     }
+    result = map_tensors(session.backend.whole, result)  # called by all ranks
+    if not session.is_main:
+        return
     path = run.directory.path / "final.pt"
     torch.save(result, path.with_name(".final.pt"))
     path.with_name(".final.pt").replace(path)

@@ -66,7 +66,7 @@ def least_saved(step):
     return started[-2]
 
 
-@pytest.mark.parametrize("over", ["ddp", "horovod"], indirect=True)
+@pytest.mark.parametrize("over", ["ddp", "horovod", *slow_cases(("fsdp",))], indirect=True)
 def test_resume_after_kill_9_of_one_rank(over, references):
     """Kill one rank in a step with kill -9, then resume."""
     killed = faults.start(SIZE, *over, hurt=("kill@13:rank1",))
@@ -114,7 +114,14 @@ def test_effective_training_time_of_a_killed_and_resumed_run(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 51))
+@pytest.mark.parametrize(
+    ("over", "seed"),
+    [
+        *((backend, seed) for backend in ("ddp", "horovod") for seed in range(1, 51)),
+        *(("fsdp", seed) for seed in range(1, 16)),
+    ],
+    indirect=["over"],
+)
 def test_resume_after_kill_9_of_a_random_rank_at_a_random_time(over, references, seed):
     """Kill a random rank once or twice at a random time with kill -9, then resume; by seed."""
     draw = random.Random(seed)
@@ -146,7 +153,7 @@ def test_ranks_end_when_one_is_lost_in_a_sum_while_another_sum_is_under_way():
 
 @pytest.mark.parametrize(
     ("over", "step"),
-    [("ddp", 14), ("horovod", 14), *slow_cases(("ddp", 3), ("horovod", 3))],
+    [("ddp", 14), ("horovod", 14), *slow_cases(("ddp", 3), ("horovod", 3), ("fsdp", 14))],
     indirect=["over"],
 )
 def test_resume_after_kill_9_of_all_ranks(over, references, step):
@@ -164,6 +171,7 @@ def test_resume_after_kill_9_of_all_ranks(over, references, step):
     [
         *(("ddp", "usr2:1"), ("horovod", "usr2:1"), ("ddp", "file:1"), ("ddp", "request:2")),
         *slow_cases(*(("ddp", how) for how in ("usr1:0", "term:2"))),
+        *slow_cases(*(("fsdp", how) for how in ("file:1", "usr2:1"))),
         *slow_cases(*(("horovod", how) for how in ("file:1", "request:2", "usr1:0", "term:2"))),
     ],
     indirect=["over"],

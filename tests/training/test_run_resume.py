@@ -84,7 +84,7 @@ def test_run_directory_contents():
     assert summary["metrics"]["top1"] == 0.3
     assert run.steps() == [8, 12, 16]
     for folder in run.checkpoints.iterdir():
-        assert {path.suffix for path in folder.iterdir()} == {".pt", ".json"}
+        assert {path.suffix for path in folder.iterdir()} == {".pt", ".bin", ".json"}
 
 
 def mean_loss(global_batch):
@@ -607,7 +607,7 @@ def resume_without_shared_checkpoints():
     if hpctrain.detect().rank == 2:
         from hpctrain import checkpoint
 
-        checkpoint.load_newest = lambda *_: None  # a host without the shared file system
+        checkpoint.places = lambda _: {}  # a host without the shared file system
     return train(resume=True)
 
 
@@ -616,6 +616,30 @@ def test_ranks_that_find_different_checkpoints_are_refused():
     for result in ranks.run(3, resume_without_shared_checkpoints):
         assert isinstance(result, hpctrain.HpctrainError)
         assert "1 of 3 ranks do not find" in str(result)
+
+
+def resume_with_a_damage_that_rank_2_reads(damaged):
+    if hpctrain.detect().rank == 2:
+        from hpctrain import checkpoint
+        from hpctrain.errors import CheckpointError
+
+        real = checkpoint.open_checkpoint
+
+        def refuse(folder, step, **keywords):
+            if step == damaged:
+                raise CheckpointError("HT707", "rank-00002.bin has changed")
+            return real(folder, step, **keywords)
+
+        checkpoint.open_checkpoint = refuse
+    return train(resume=True)
+
+
+def test_damage_that_one_rank_reads_is_for_all_ranks():
+    ranks.run(3, partial(train, die_at=7, checkpoint_every=2))
+    *_, before, newest = RunDirectory("run").steps()
+    results = ranks.values(ranks.run(3, resume_with_a_damage_that_rank_2_reads, newest))
+    assert [steps[0] for steps, _ in results] == [before] * 3
+    assert all(torch.equal(weights, results[0][1]) for _, weights in results)
 
 
 def save_in_a_step():

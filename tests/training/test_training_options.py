@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import hpctrain
+from hpctrain.checkpoint import load_newest
 from hpctrain.rundir import RunDirectory
 
 
@@ -521,9 +522,9 @@ def test_checkpoint_taken_inside_averaged_weights_has_the_weights():
     assert all(inside)
     directory = RunDirectory("run")
     assert directory.steps() == [3]
-    position = torch.load(directory.checkpoint(3) / "position.pt", weights_only=True)
-    assert (position["step"], position["epoch_step"]) == (3, 3)
-    (model,) = torch.load(directory.checkpoint(3) / "model.pt", weights_only=True)
+    _, state = load_newest(directory)
+    assert (state["position"]["step"], state["position"]["epoch_step"]) == (3, 3)
+    (model,) = state["model"]
     assert all(torch.equal(a, b) for a, b in zip(model.values(), weights, strict=True))
 
 

@@ -4,7 +4,9 @@ Source: `torch.distributed.fsdp.fully_shard` in torch's documentation; Rajbhanda
 2020 (arXiv 1910.02054).
 """
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +19,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from hpctrain.backends.blocks import find_blocks
 from hpctrain.backends.distributed import ProcessGroup
-from hpctrain.backends.fsdp.blocks import find_blocks
+from hpctrain.backends.extent import Extent
+from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
@@ -97,7 +101,8 @@ class FSDP(ProcessGroup):
         Raises:
             UsageError: the model has no block of a class in `--fsdp-blocks`.
         """
-        self.broadcast([*model.parameters(), *model.buffers()])
+        self._share([*model.parameters(), *model.buffers()])
+        empty = on_meta(model)
         blocks = find_blocks(model, self._own["blocks"])
         before = dict(model.named_parameters(remove_duplicate=False))
         half = torch.bfloat16 if self._precision == "bf16" else None
@@ -116,6 +121,8 @@ class FSDP(ProcessGroup):
             if not isinstance(block, FSDPModule):
                 fully_shard(block, reshard_after_forward=self._own["reshard"], **arguments)
         fully_shard(model, reshard_after_forward=False, **arguments)
+        if empty:
+            allocate(model, "cpu" if self._own["offload"] else self.device)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             # An optimizer may have been created before, and still has the parameter as it was.
             before[name].divided = parameter  # type: ignore[attr-defined]
@@ -127,6 +134,14 @@ class FSDP(ProcessGroup):
             "" if blocks else ", as no container has several modules of one class (--fsdp-blocks)",
         )
         return model
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors of rank 0 to all ranks, one at a time over the device."""
+        for tensor in tensors:
+            if not tensor.is_meta:
+                staged = tensor.detach().to(self.device)
+                self.broadcast([staged])
+                tensor.detach().copy_(staged)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer update this rank's parts of its parameters.
@@ -172,10 +187,33 @@ class FSDP(ProcessGroup):
         """Return the part of a tensor that this rank holds."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def divide(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Divide a tensor, which each rank has, as another tensor of its shape is divided."""
-        if not isinstance(like, DTensor) or whole.shape != like.shape:
-            return whole
-        return distribute_tensor(
-            whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    def held(self, tensor: Tensor) -> tuple[Tensor, Extent]:
+        """Return this rank's rows of a tensor; all of one that is divided otherwise."""
+        if not isinstance(tensor, DTensor):
+            return super().held(tensor)
+        if tensor.placements[-1] != Shard(0):
+            return super().held(tensor.full_tensor())
+        return tensor.to_local().contiguous(), self.extent(tensor)
+
+    def extent(self, tensor: Tensor) -> Extent:
+        """Return the rows of a tensor that this rank holds."""
+        if not isinstance(tensor, DTensor):
+            return super().extent(tensor)
+        # As torch.chunk divides: all parts but the last ones have the same number of rows.
+        parts = self._mesh.size(self._mesh.ndim - 1)
+        number = self.rank % parts
+        rows = -(-tensor.shape[0] // parts)
+        a_row = math.prod(tensor.shape[1:])
+        start, stop = (min(n * rows, tensor.shape[0]) * a_row for n in (number, number + 1))
+        ranks = range(number, self.world_size, parts)
+        return Extent(tuple(tensor.shape), start, stop, ranks)
+
+    def from_part(self, values: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor with this rank's rows."""
+        if not isinstance(like, DTensor):
+            return super().from_part(values, like)
+        local = like.to_local()
+        own = values.view(local.shape).to(local.device)
+        return DTensor.from_local(
+            own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
         )

@@ -42,9 +42,11 @@ HEADS = {
     "top5": "top-5",
     "first_s": "first save, s",
     "first_bytes": "memory of it, bytes",
+    "held_bytes": "bytes of a rank",
+    "share": "of ddp's",
     "slowdown": "times as long",
 }
-_RATIOS = ("ratio", "slowdown")
+_RATIOS = ("ratio", "slowdown", "share")
 
 
 def compare(

@@ -1,0 +1,248 @@
+"""Data files of a checkpoint: the elements of its tensors, which several ranks write at a time.
+
+    rank-00003.bin     pieces of tensors, one after the other
+    rank-00003.json    which pieces they are, until the manifest has this table
+    rank-00003.failed  why they could not be written
+
+A rank that holds a part of a tensor, as with FSDP, writes this part. Ranks that hold the same, as
+with DDP, divide the bytes among them.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.durable_files import sync, write_data, write_text
+from hpctrain.checkpoint.snapshot import Entry, Piece, Snapshot
+from hpctrain.cluster.texts import ranks_text
+from hpctrain.errors import CheckpointError
+
+__all__ = ["Team", "collect", "hand_over", "name_of", "plan", "tables", "write_part"]
+
+# Ranks that hold the same share its bytes if each of them gets at least so many.
+LEAST_BYTES = 1 << 24
+# Elements begin at multiples of this, so that a reader may map the file.
+ALIGNMENT = 16
+_SECONDS_AFTER_ALL = 10.0  # for a network file system to show what the other hosts have written
+_SECONDS_WITHOUT_CHANGE = 3.0
+
+
+@dataclass
+class Team:
+    """Ranks that write a checkpoint together.
+
+    Attributes:
+        rank: this rank; rank 0 commits.
+        able: ranks that see the run directory of rank 0, in ascending order.
+        divided: whether each rank holds another part of the tensors, so that all of them write.
+        name: host and process of rank 0, in the names of temporary folders; empty for a process
+            alone.
+        nonce: text that no other start has.
+        written: set when all ranks have written their parts.
+        leaving: set when ranks may be gone.
+    """
+
+    rank: int = 0
+    able: Sequence[int] = (0,)
+    divided: bool = False
+    name: str = ""
+    nonce: str = ""
+    written: threading.Event = field(default_factory=threading.Event)
+    leaving: threading.Event = field(default_factory=threading.Event)
+
+
+def name_of(rank: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"rank-{rank:05d}.bin"
+
+
+def plan(snapshot: Snapshot, team: Team) -> None:
+    """Choose the pieces that this rank writes, and the ranks that write; without an exchange."""
+    lines: dict[Any, list[tuple[str, int, Entry]]] = {}
+    for name, part in snapshot.parts.items():
+        for number, entry in part.entries.items():
+            ranks = entry.extent.ranks
+            if entry.same is None and team.rank in ranks:
+                lines.setdefault(ranks, []).append((name, number, entry))
+    snapshot.writers = set(team.able) if team.divided else {0}
+    for ranks, line in lines.items():
+        able = [rank for rank in ranks if rank in team.able]
+        total = sum(entry.flat.nbytes for _, _, entry in line)
+        count = max(1, min(len(able), total // LEAST_BYTES))
+        # Those of several hosts, as each has a network card of its own.
+        writers = [able[number * len(able) // count] for number in range(count)]
+        snapshot.writers.update(writers)
+        if team.rank in writers:
+            number = writers.index(team.rank)
+            limits = total * number // count, total * (number + 1) // count
+            snapshot.pieces += _cut(line, *limits)
+
+
+def _cut(line: Sequence[tuple[str, int, Entry]], begin: int, end: int) -> list[Piece]:
+    """Return what lies between two bytes of a line of tensors."""
+    pieces, at = [], 0
+    for name, number, entry in line:
+        flat, item = entry.flat, entry.flat.element_size()
+        first, last = (min(max(-((at - limit) // item), 0), flat.numel()) for limit in (begin, end))
+        at += flat.nbytes
+        if first < last:
+            source = flat[first:last].view(torch.uint8)
+            pieces.append(Piece(name, number, entry.extent.start + first, source, item))
+    return pieces
+
+
+def write_part(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
+    """Write the data file of this rank, and return its table.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    offset = 0
+    pieces: dict[str, list[Any]] = {name: [] for name in snapshot.parts}
+    for piece in snapshot.pieces:
+        size = piece.source.numel()
+        pieces[piece.part].append([piece.number, piece.start, size // piece.item, offset])
+        offset += size + -size % ALIGNMENT
+    file = write_data(
+        folder / name_of(rank), (piece.source for piece in snapshot.pieces), ALIGNMENT
+    )
+    return {"file": file, "pieces": {name: own for name, own in pieces.items() if own}}
+
+
+def hand_over(folder: Path, team: Team, snapshot: Snapshot) -> None:
+    """Write the part of a rank other than 0, and then its table, for rank 0.
+
+    Raises:
+        OSError: it could not be written; rank 0 finds the reason in the folder, if there is room.
+    """
+    base = folder / name_of(team.rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        snapshot.ready()
+        table = {**write_part(folder, team.rank, snapshot), "tensors": _shared(snapshot)}
+        half = base.with_suffix(".half")
+        write_text(half, json.dumps(table))
+        half.rename(base.with_suffix(".json"))
+        sync(folder)
+    except (OSError, RuntimeError, MemoryError) as error:
+        with contextlib.suppress(OSError):
+            base.with_suffix(".failed").write_text(f"{socket.gethostname()}: {error}")
+        raise
+
+
+def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str, Any]]:
+    """Wait for the other ranks, and return their tables by rank; called by rank 0.
+
+    Raises:
+        CheckpointError: another rank could not write its part, or did not, or has other tensors.
+        OSError: the folder cannot be read.
+    """
+    waited = {name_of(rank): rank for rank in snapshot.writers if rank != team.rank}
+    since, before = time.monotonic(), -1
+    delay = 0.005
+    while True:
+        # The names are listed, as a network file system keeps in mind which name does not exist.
+        names = set(os.listdir(folder)) if waited else set()
+        for name, rank in waited.items():
+            failed = Path(name).with_suffix(".failed").name
+            if failed in names:
+                reason = (folder / failed).read_text(errors="replace")
+                raise _without(folder, [rank], f"could not write its part: {reason}")
+        missing = [
+            rank
+            for name, rank in waited.items()
+            if Path(name).with_suffix(".json").name not in names
+        ]
+        if not missing:
+            break
+        now = _bytes_in(folder)
+        # A part is complete only with its table, so a change of any kind counts.
+        if now != before or not (team.written.is_set() or team.leaving.is_set()):
+            before, since = now, time.monotonic()
+        if team.written.is_set() and time.monotonic() - since > _SECONDS_AFTER_ALL:
+            raise _without(folder, missing, "wrote a part, which does not show up here")
+        if team.leaving.is_set() and time.monotonic() - since > _SECONDS_WITHOUT_CHANGE:
+            raise _without(folder, missing, "did not write its part")
+        time.sleep(delay)
+        delay = min(2 * delay, 0.25)
+    tables = {}
+    for name, rank in waited.items():
+        path = (folder / name).with_suffix(".json")
+        tables[rank] = json.loads(path.read_text())
+        path.unlink()
+        if tables[rank]["tensors"] != _shared(snapshot):
+            raise _without(folder, [rank], "has tensors of other sizes or types than rank 0")
+    return tables
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of all files in a folder, of which some may be renamed meanwhile."""
+    total = 0
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            total += entry.stat().st_size
+    return total
+
+
+def tables(
+    snapshot: Snapshot, parts: Mapping[int, Mapping[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of the manifest: the tensors of each part, and where their pieces are.
+
+    Args:
+        snapshot: snapshot of rank 0.
+        parts: table of each rank that has written.
+    """
+    found: dict[tuple[str, int], list[list[Any]]] = {}
+    for rank, table in sorted(parts.items()):
+        for name, pieces in table["pieces"].items():
+            for number, start, count, offset in pieces:
+                found.setdefault((name, number), []).append([name_of(rank), offset, start, count])
+    return {
+        name: [
+            {
+                "number": number,
+                "name": entry.name,
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.extent.shape),
+                **({} if entry.order is None else {"order": entry.order}),
+                **(
+                    {"same": entry.same}
+                    if entry.same is not None
+                    else {"pieces": sorted(found.get((name, number), []), key=lambda one: one[2])}
+                ),
+            }
+            for number, entry in part.entries.items()
+        ]
+        for name, part in snapshot.parts.items()
+        if part.entries
+    }
+
+
+def _shared(snapshot: Snapshot) -> list[Any]:
+    """Return the tensors that other ranks hold, too, in a form that JSON returns unchanged."""
+    return [
+        [name, number, str(entry.dtype), list(entry.extent.shape), list(entry.order or ())]
+        for name, part in snapshot.parts.items()
+        for number, entry in part.entries.items()
+        if entry.shared
+    ]
+
+
+def _without(folder: Path, ranks: Sequence[int], what: str) -> CheckpointError:
+    return CheckpointError(
+        "HT705",
+        f"the checkpoint in {folder} is not complete: {ranks_text(ranks)} {what}",
+        "a part of each rank, in a folder that all hosts share",
+        f"df -h {folder.parent}, on the host of that rank",
+        "--run-dir DIR, on a file system that all hosts share",
+    )
