@@ -37,7 +37,7 @@ SECTIONS = {
     "tests/monitoring/test_watchdog.py": "hangs",
     "tests/checkpoint/test_checkpoint_faults.py": "checkpoints",
 }
-BACKENDS = {"horovod": "Horovod", "ddp": "ddp", "auto": "ddp"}
+BACKENDS = {"horovod": "Horovod", "ddp": "ddp", "fsdp": "fsdp", "auto": "ddp"}
 MANY = 12
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}
 
