@@ -112,8 +112,8 @@ def main():
                 run.log(loss=loss)
                 if ended and run.step % args.eval_every == 0:
                     run.log(eval_loss=evaluate(session, model, test_loader))
-        # --resume on a finished run leaves the loop out, and prints the same sample again. All ranks
-        # compute it: with --backend fsdp, each of them has a part of the weights.
+        # --resume on a finished run leaves the loop out, and prints the same sample again.
+        # All ranks compute it: with --backend fsdp, each of them has a part of the weights.
         sample = continued(session, model, test[:20], args.context, generator)
         if session.is_main:
             print("".join(characters[number] for number in sample.tolist()))

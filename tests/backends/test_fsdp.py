@@ -192,7 +192,9 @@ def evaluate(backend, count):
         return session.sum(total) / count, torch.cat(seen)
 
 
-@pytest.mark.parametrize("count", [3, 10, 20, 28])
+@pytest.mark.parametrize(
+    "count", [28, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 10, 20))]
+)
 def test_evaluation_of_any_number_of_samples_is_exact(count):
     ((expected, order),) = ranks.values(ranks.run(1, evaluate, "single", count))
     for loss, seen in ranks.values(ranks.run(3, evaluate, "fsdp", count, timeout=60)):
@@ -207,7 +209,7 @@ def counted(backend, options):
     return train(backend, **options)[0], len(calls)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_activations_that_are_computed_again_change_no_number(backend):
     options = {"max_steps": 4, "precision": "fp32", "deterministic": True}
     expected, calls = ranks.values(ranks.run(2, counted, backend, options))[0]
@@ -312,7 +314,10 @@ def weights(tmp_path):
     return str(tmp_path / "weights")
 
 
-@pytest.mark.parametrize(("backend", "meta"), [("fsdp", True), ("fsdp", False), ("ddp", True)])
+@pytest.mark.parametrize(
+    ("backend", "meta"),
+    [("fsdp", True), ("ddp", True), pytest.param("fsdp", False, marks=pytest.mark.slow)],
+)
 def test_model_without_memory_begins_with_the_weights_of_a_folder(weights, backend, meta):
     """Each rank of fsdp reads its rows alone."""
     ((expected, _),) = ranks.values(ranks.run(1, train_from, weights, "single", False))
