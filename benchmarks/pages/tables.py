@@ -234,6 +234,7 @@ TABLES: dict[str, Table] = {
     **{name: functools.partial(benchmark, name) for name in _BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
+    "chaos": functools.partial(recorded_baseline, "chaos"),
     "repeats": functools.partial(recorded_baseline, "repeats"),
     "by launcher": functools.partial(recorded_baseline, "by_launcher"),
     "programs": functools.partial(recorded_baseline, "programs"),
