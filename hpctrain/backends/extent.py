@@ -26,3 +26,8 @@ class Extent:
     def whole(cls, shape: Sequence[int], ranks: Sequence[int]) -> "Extent":
         """Return the extent of a tensor that ranks hold as a whole."""
         return cls(tuple(shape), 0, math.prod(shape), ranks)
+
+    @property
+    def all(self) -> bool:
+        """Whether this is the whole tensor."""
+        return self.start == 0 and self.stop == math.prod(self.shape)

@@ -15,19 +15,20 @@ def on_meta(model: nn.Module) -> list[str]:
 def allocate(model: nn.Module, device: torch.device | str) -> None:
     """Give memory to a model whose parameters are all on the meta device.
 
-    Buffers that have values keep them; the other values are any. Shared parameters stay shared.
+    Buffers that have values keep them; the other values are any. What modules share stays shared.
     """
-    # `to_empty` makes a new parameter for each module that has it.
+    # `to_empty` makes a new tensor for each module that has it.
     first: dict[int, tuple[nn.Module, str]] = {}
-    shared = [
-        (module, name, first.setdefault(id(parameter), (module, name)))
+    places = [
+        (module, name, first.setdefault(id(tensor), (module, name)), tensor)
         for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        for named in (module.named_parameters, module.named_buffers)
+        for name, tensor in named(recurse=False, remove_duplicate=False)
     ]
-    kept = {name: tensor.clone() for name, tensor in model.named_buffers() if not tensor.is_meta}
     model.to_empty(device=device)
-    for module, name, (owner, original) in shared:
-        setattr(module, name, getattr(owner, original))
-    buffers = dict(model.named_buffers())
-    for name, values in kept.items():
-        buffers[name].copy_(values)
+    for module, name, (owner, original), before in places:
+        tensor = getattr(owner, original)
+        setattr(module, name, tensor)
+        if not before.is_meta:
+            with torch.no_grad():
+                tensor.copy_(before)

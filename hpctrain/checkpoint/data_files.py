@@ -3,6 +3,7 @@
     rank-00003.bin     pieces of tensors, one after the other
     rank-00003.json    which pieces they are, until the manifest has this table
     rank-00003.failed  why they could not be written
+    rank-00003.alive   renewed by a rank that waits at its end until it has written
 
 A rank that holds a part of a tensor, as with FSDP, writes this part. Ranks that hold the same, as
 with DDP, divide the bytes among them.
@@ -10,6 +11,7 @@ with DDP, divide the bytes among them.
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -21,12 +23,21 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.durable_files import sync, write_data, write_text
+from hpctrain.checkpoint.durable_files import name_of, sync, write_data, write_text
 from hpctrain.checkpoint.snapshot import Entry, Piece, Snapshot
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import CheckpointError
 
-__all__ = ["Team", "collect", "hand_over", "name_of", "plan", "tables", "write_part"]
+__all__ = [
+    "Team",
+    "collect",
+    "hand_over",
+    "name_of",
+    "note_alive",
+    "plan",
+    "tables",
+    "write_part",
+]
 
 # Ranks that hold the same share its bytes if each of them gets at least so many.
 LEAST_BYTES = 1 << 24
@@ -34,6 +45,7 @@ LEAST_BYTES = 1 << 24
 ALIGNMENT = 16
 _SECONDS_AFTER_ALL = 10.0  # for a network file system to show what the other hosts have written
 _SECONDS_WITHOUT_CHANGE = 3.0
+_SECONDS_IN_FOREGROUND = 60.0
 
 
 @dataclass
@@ -49,6 +61,7 @@ class Team:
         nonce: text that no other start has.
         written: set when all ranks have written their parts.
         leaving: set when ranks may be gone.
+        foreground: whether rank 0 waits for the others in its training.
     """
 
     rank: int = 0
@@ -58,11 +71,7 @@ class Team:
     nonce: str = ""
     written: threading.Event = field(default_factory=threading.Event)
     leaving: threading.Event = field(default_factory=threading.Event)
-
-
-def name_of(rank: int) -> str:
-    """Return the name of a rank's data file."""
-    return f"rank-{rank:05d}.bin"
+    foreground: bool = False
 
 
 def plan(snapshot: Snapshot, team: Team) -> None:
@@ -125,8 +134,8 @@ def hand_over(folder: Path, team: Team, snapshot: Snapshot) -> None:
         OSError: it could not be written; rank 0 finds the reason in the folder, if there is room.
     """
     base = folder / name_of(team.rank)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         snapshot.ready()
         table = {**write_part(folder, team.rank, snapshot), "tensors": _shared(snapshot)}
         half = base.with_suffix(".half")
@@ -147,7 +156,7 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
         OSError: the folder cannot be read.
     """
     waited = {name_of(rank): rank for rank in snapshot.writers if rank != team.rank}
-    since, before = time.monotonic(), -1
+    since, before = time.monotonic(), (-1, -1)
     delay = 0.005
     while True:
         # The names are listed, as a network file system keeps in mind which name does not exist.
@@ -164,14 +173,17 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
         ]
         if not missing:
             break
-        now = _bytes_in(folder)
-        # A part is complete only with its table, so a change of any kind counts.
-        if now != before or not (team.written.is_set() or team.leaving.is_set()):
+        now, limit, what = _size_and_time(folder), math.inf, ""
+        if team.written.is_set():
+            limit, what = _SECONDS_AFTER_ALL, "wrote a part, which does not show up here"
+        elif team.leaving.is_set():
+            limit, what = _SECONDS_WITHOUT_CHANGE, "did not write its part"
+        elif team.foreground:
+            limit, what = _SECONDS_IN_FOREGROUND, "did not write its part"
+        if now != before or limit == math.inf:
             before, since = now, time.monotonic()
-        if team.written.is_set() and time.monotonic() - since > _SECONDS_AFTER_ALL:
-            raise _without(folder, missing, "wrote a part, which does not show up here")
-        if team.leaving.is_set() and time.monotonic() - since > _SECONDS_WITHOUT_CHANGE:
-            raise _without(folder, missing, "did not write its part")
+        if time.monotonic() - since > limit:
+            raise _without(folder, missing, what)
         time.sleep(delay)
         delay = min(2 * delay, 0.25)
     tables = {}
@@ -184,13 +196,20 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
     return tables
 
 
-def _bytes_in(folder: Path) -> int:
-    """Return the bytes of all files in a folder, of which some may be renamed meanwhile."""
-    total = 0
+def _size_and_time(folder: Path) -> tuple[int, int]:
+    """Return the bytes of all files in a folder, and the time of the newest change."""
+    size = newest = 0
     for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):
-            total += entry.stat().st_size
-    return total
+        with contextlib.suppress(FileNotFoundError):  # it may be renamed meanwhile
+            facts = entry.stat()
+            size, newest = size + facts.st_size, max(newest, facts.st_mtime_ns)
+    return size, newest
+
+
+def note_alive(folder: Path, rank: int) -> None:
+    """Let rank 0 wait longer for the part of a rank that is about to end."""
+    with contextlib.suppress(OSError):
+        (folder / name_of(rank)).with_suffix(".alive").touch()
 
 
 def tables(
@@ -206,7 +225,7 @@ def tables(
     for rank, table in sorted(parts.items()):
         for name, pieces in table["pieces"].items():
             for number, start, count, offset in pieces:
-                found.setdefault((name, number), []).append([name_of(rank), offset, start, count])
+                found.setdefault((name, number), []).append([rank, offset, start, count])
     return {
         name: [
             {

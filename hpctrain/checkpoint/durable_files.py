@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "sync", "write", "write_data", "write_text"]
+__all__ = ["BLOCK", "name_of", "sync", "write", "write_data", "write_text"]
 
 # Bytes of a data file that have a hash of their own, so that a reader can check a part of it.
 BLOCK = 1 << 22
@@ -62,6 +62,11 @@ def write(path: Path, value: Any) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
         return {"size": file.tell(), "sha256": hashing.sha256.hexdigest()}
+
+
+def name_of(rank: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"rank-{rank:05d}.bin"
 
 
 def write_data(path: Path, sources: Iterable[Tensor], alignment: int) -> dict[str, Any]:

@@ -255,19 +255,19 @@ def _named(
         averages = state["ema"]["averages"][number] if ema else {}
         prefix = f"model{number}." if len(models) > 1 else ""
         for name, value in model.items():
-            tensor = averages.get(name, value)
-            if isinstance(tensor, Stored):
-                where: Any = tensor
-            elif isinstance(tensor, Tensor):
-                where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if isinstance(value, Stored):
+                where: Any = value
+            elif isinstance(value, Tensor):
+                where = (value.data_ptr(), value.dtype, value.shape, value.stride())
             else:
                 logger.warning("%s is no tensor and is left out", prefix + name)
                 continue
-            stored = first.setdefault(where, prefix + name) if tensor.nbytes else prefix + name
+            # By the weights: the averages have one name of each, which is its first.
+            stored = first.setdefault(where, prefix + name) if value.nbytes else prefix + name
             if stored != prefix + name:
                 others[prefix + name] = stored
             else:
-                weights[prefix + name] = tensor
+                weights[prefix + name] = averages.get(name, value)
     return weights, others
 
 

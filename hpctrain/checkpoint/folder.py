@@ -25,17 +25,17 @@ from hpctrain.checkpoint.data_files import (
     Team,
     collect,
     hand_over,
-    name_of,
     plan,
     tables,
     write_part,
 )
-from hpctrain.checkpoint.durable_files import sync, write, write_text
+from hpctrain.checkpoint.durable_files import name_of, sync, write, write_text
 from hpctrain.checkpoint.loading import (
     FORMAT,
     MANIFEST,
     best_of,
     digest,
+    mistake_in,
     places,
     read_manifest,
     replaced,
@@ -160,8 +160,12 @@ class Folder:
         manifest = {**facts, "format": FORMAT, "step": step, "files": files}
         manifest["tensors"] = tables(snapshot, parts)
         manifest["sha256"] = digest(manifest)
-        # One line for each file and tensor.
-        write_text(folder / MANIFEST, _lines(manifest) + "\n")
+        text = _lines(manifest) + "\n"  # one line for each file and tensor
+        if mistake := mistake_in(manifest, step, len(text)):
+            raise CheckpointError(
+                "HT705", f"the manifest of step {step} would be refused: {mistake}"
+            )
+        write_text(folder / MANIFEST, text)
         sync(folder)
 
     def _put(self, temporary: Path, final: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.durable_files import BLOCK
+from hpctrain.checkpoint.durable_files import BLOCK, name_of
 from hpctrain.checkpoint.snapshot import filled, tensors_in
 from hpctrain.checkpoint.stored import DataReader, Stored, dtype_of, open_file
 from hpctrain.errors import CheckpointError
@@ -31,6 +31,7 @@ __all__ = [
     "digest",
     "load",
     "load_newest",
+    "mistake_in",
     "open_checkpoint",
     "open_newest",
     "places",
@@ -45,8 +46,8 @@ FORMAT = 4
 # In format 3, the file of a part has all of its tensors.
 _READABLE = (3, FORMAT)
 MANIFEST = "manifest.json"
-# No state needs more; hpctrain did not write a manifest above these limits.
-_MOST_BYTES = 1 << 28
+# No state needs more; hpctrain writes no manifest above these limits.
+_MOST_BYTES = 1 << 30
 _MOST_FILES = 1 << 17
 _FILE = re.compile(r"[^\W.][\w.-]*\.(pt|bin)\Z")
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
@@ -305,6 +306,17 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     return manifest
 
 
+def mistake_in(manifest: Mapping[str, Any], step: int, size: int) -> str:
+    """Return why a manifest of some bytes would not be read; empty if it would."""
+    if size > _MOST_BYTES:
+        return f"{size} bytes, more than {_MOST_BYTES}"
+    try:
+        _check(manifest, step)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _check(manifest: Any, step: int) -> None:
     """Raise ValueError if a manifest is not valid in this format."""
     if not isinstance(manifest, dict):
@@ -359,14 +371,14 @@ def _check_tensor(one: Any, files: Mapping[str, Any], whole: set[int]) -> None:
                 raise ValueError(f"a tensor like {one['same']!r}")
             return
         at = 0
-        for name, offset, start, count in one["pieces"]:
-            numbers = (offset, start, count)
-            if not all(type(number) is int and number >= 0 for number in numbers) or (
-                start != at
-                or offset + count * item > files[name]["size"]
-                or "blocks" not in files[name]
+        for piece in one["pieces"]:
+            rank, offset, start, count = piece
+            if (
+                not all(type(number) is int and number >= 0 for number in piece)
+                or start != at
+                or offset + count * item > files[name_of(rank)]["size"]
             ):
-                raise ValueError(f"a piece {[name, *numbers]!r} after {at} elements")
+                raise ValueError(f"a piece {piece!r} after {at} elements")
             at += count
         if at != math.prod(shape):
             raise ValueError(f"{at} elements of a tensor of shape {shape!r}")

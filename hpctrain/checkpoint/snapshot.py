@@ -206,11 +206,18 @@ def freeze(
             checked[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
         entries = _entries(value, tensors, plain, extents or {})
+        for number, tensor in enumerate(tensors):
+            extent = (extents or {}).get(id(tensor))
+            if number not in entries and extent is not None and not extent.all:
+                kind = f"a {type(tensor).__name__} that is divided among the ranks"
+                raise _refused(name, TypeError(kind))
         for number in set(range(len(tensors))).difference(plain):
             tensors[number] = _round_trip(name, tensors[number])
         plain = [number for number in plain if number not in entries]
         parts[name] = Part(structure, tensors, plain, entries)
-    return Snapshot(parts)
+    snapshot = Snapshot(parts)
+    _storages(snapshot)  # raises the error of memory that tensors of several types share
+    return snapshot
 
 
 def _entries(
@@ -315,11 +322,7 @@ class Buffers:
         self._last_kind = ""
 
     def copy(self, snapshot: Snapshot) -> bool:
-        """Replace the tensors of a snapshot by copies; return False if there is no memory.
-
-        Raises:
-            UsageError: tensors of different types share memory, which `torch.save` refuses.
-        """
+        """Replace the tensors of a snapshot by copies; return False if there is no memory."""
         storages = _storages(snapshot)
         with torch.inference_mode(mode=False), torch.no_grad():
             sources = snapshot.sources()

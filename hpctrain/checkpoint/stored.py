@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.durable_files import BLOCK
+from hpctrain.checkpoint.durable_files import BLOCK, name_of
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import open_regular
 
@@ -148,7 +148,7 @@ class Stored:
         if self._part is None or self._convert is None:
             return values
         if self._order is not None:
-            values = values.reshape(-1)[slice(*self._part)]
+            values = values.reshape(-1)[slice(*self._part)].clone()
         return self._convert(values)
 
     def _range(self, start: int, stop: int) -> Tensor:
@@ -156,11 +156,11 @@ class Stored:
         item = self.dtype.itemsize
         values = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         memory = values.view(torch.uint8).numpy()
-        for name, offset, first, count in self._pieces:
+        for rank, offset, first, count in self._pieces:
             begin, end = max(start, first), min(stop, first + count)
             if begin < end:
                 own = memory[(begin - start) * item : (end - start) * item]
-                self._reader.want(name, offset + (begin - first) * item, own)
+                self._reader.want(name_of(rank), offset + (begin - first) * item, own)
         return values
 
 

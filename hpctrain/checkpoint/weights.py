@@ -267,6 +267,10 @@ def _read_dcp(path: Path) -> dict[str, Any]:
 
 
 def _in_memory(tensor: Tensor) -> Weight:
+    if tensor.is_meta:
+        raise ValueError(
+            "its tensors are in other files of a checkpoint; hpctrain export RUN_DIR FILE has all"
+        )
     return Weight(tensor.shape, lambda rows: tensor if rows is None else tensor[rows])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.backends.extent import Extent
-from hpctrain.checkpoint.data_files import Team, plan
+from hpctrain.checkpoint.data_files import Team, note_alive, plan
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.snapshot import Buffers, Snapshot, freeze
 from hpctrain.errors import CheckpointError
@@ -25,6 +25,8 @@ __all__ = ["Save", "Writer", "save"]
 # The thread uses processor time that training leaves free; 19 is the lowest priority, see
 # setpriority(2).
 _NICE = 10
+# A rank that ends while it writes tells rank 0 so often that it is alive.
+_SECONDS_OF_A_SIGN = 0.5
 
 
 def save(
@@ -103,6 +105,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
+        self._writing: Path | None = None  # folder of the newest save
         self._error: CheckpointError | None = None  # error of the newest finished save
         self._unreported: CheckpointError | None = None  # for `failure` and `wait`
         self.seconds: float | None = None
@@ -140,11 +143,12 @@ class Writer:
         """
         self._idle.wait()
         begin = self._clock()
+        folder = self._folder.temporary(step)  # first: all ranks count their saves
         snapshot = freeze(state, self._structures, extents)
         plan(snapshot, self._team)
         if self._room is not None:
             self._room(snapshot.size)
-        return Save(step, snapshot, _as_json(facts), begin, self._folder.temporary(step))
+        return Save(step, snapshot, _as_json(facts), begin, folder)
 
     def start(self, save: Save) -> None:
         """Copy the tensors of a state, and write the copy in the background.
@@ -157,12 +161,14 @@ class Writer:
             save: result of `prepare`.
         """
         self._team.written.clear()
+        self._writing = save.folder
         copied = self._buffers.copy(save.snapshot)
-        if copied and self._serving():
+        self._team.foreground = not (copied and self._serving())
+        if self._team.foreground:
+            self._run(save)
+        else:
             self._idle.clear()
             self._jobs.put(save)
-        else:
-            self._run(save)
 
     def settle(self) -> None:
         """Wait until this rank has written its part; rank 0 does not wait for the others."""
@@ -200,7 +206,9 @@ class Writer:
         Ranks that are gone are not waited for: their checkpoint is not committed.
         """
         self._team.leaving.set()
-        self._idle.wait()
+        while not self._idle.wait(_SECONDS_OF_A_SIGN):
+            if self._team.rank and self._writing is not None:
+                note_alive(self._writing, self._team.rank)
         if self._team.name and self._team.rank == 0:
             self._folder.clear()
         if self._thread is not None:

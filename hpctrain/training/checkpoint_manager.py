@@ -1,9 +1,11 @@
 """Checkpoints of a run: when to save, which ranks write, and what a failed write means."""
 
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -234,12 +236,13 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
     if len(set(hosts)) > 1:
         probe = directory.path / f".seen-{nonce}"
         if backend.rank == 0:
-            probe.touch()
+            with suppress(OSError):  # the first save will say why
+                probe.touch()
         backend.barrier()
-        seen = backend.gather_object(probe.exists())
+        seen = backend.gather_object(_can_write_beside(probe))
         if backend.rank == 0:
-            probe.unlink()
-        able = backend.broadcast_object([rank for rank, sees in enumerate(seen) if sees])
+            probe.unlink(missing_ok=True)
+        able = backend.broadcast_object([rank for rank, sees in enumerate(seen) if sees]) or able
     blind = sorted(set(range(backend.world_size)).difference(able))
     if blind and backend.sharded:
         error = UsageError(
@@ -251,6 +254,14 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
         error.reported_by_rank_0 = backend.rank > 0
         raise error
     return Team(backend.rank, able, backend.sharded, name, nonce)
+
+
+def _can_write_beside(path: Path) -> bool:
+    """Return whether this rank finds a file, and may write to its folder."""
+    try:
+        return path.exists() and os.access(path.parent, os.W_OK)
+    except OSError:
+        return False
 
 
 def _frozen(models: Sequence[nn.Module]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Ranks with the same weights divide the bytes among them. A backend such as FSDP,
 parts, writes and reads these parts.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -63,9 +64,10 @@ def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[
     models = []
     for model, values in zip(context.models, state["model"], strict=True):
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        models.append(values.copy())
-        for name in names & values.keys():
-            models[-1][name] = own(values[name])
+        models.append(copy.copy(values))  # with the versions of the modules
+        for name in values:
+            if name in names:
+                models[-1][name] = own(values[name])
     changed = {**state, "model": models}
     for part in ("optimizer", "ema"):
         if part in state:
@@ -89,7 +91,8 @@ def divide(context: Context, state: Mapping[str, Any]) -> None:
         if isinstance(values[name], Stored):
             values[name].divide(extent.start, extent.stop, convert)
         else:
-            values[name] = convert(values[name].reshape(-1)[extent.start : extent.stop])
+            part = values[name].reshape(-1)[extent.start : extent.stop]
+            values[name] = convert(part.clone())  # not a view, which keeps the whole tensor
 
 
 def names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[int, str]]]:

@@ -524,13 +524,15 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
     for step in reversed(steps):
         state, damage = None, None
         try:
+            if step not in found:
+                raise CheckpointError("HT707", f"no step {step} in {directory.checkpoints} here")
             opened = checkpoint.open_checkpoint(found[step], step, run=run)
             sharded_state.divide(context, opened.state)
             state = opened.read()
-        except KeyError:
-            damage = f"no checkpoint of step {step} in {directory.checkpoints}"
         except CheckpointError as error:
             damage = error.found
+        except Exception as error:  # whatever it is, the other ranks wait for this one
+            damage = f"{found[step]} cannot be loaded ({type(error).__name__}: {error})"
         # One rank may find a damage in what it alone has read.
         seen = backend.gather_object(damage)
         first = on_rank_zero(backend, lambda: next(filter(None, seen), None))  # noqa: B023

@@ -21,7 +21,7 @@ from hpctrain.checkpoint import (
     open_checkpoint,
 )
 from hpctrain.checkpoint.loading import digest
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
 
 SIZE = 3
@@ -183,7 +183,22 @@ def test_order_of_memory_and_shared_weights_stay(run):
     assert model["a"] is model["b"]
     opened = open_checkpoint(run.checkpoint(1), 1)
     opened.state["model"]["images"].divide(40, 80, lambda values: values)
-    assert torch.equal(opened.read()["model"]["images"], images.reshape(-1)[40:80])
+    part = opened.read()["model"]["images"]
+    assert torch.equal(part, images.reshape(-1)[40:80])
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+class Divided(torch.Tensor):
+    """A subclass of a tensor, as a library may divide it."""
+
+
+def test_part_that_cannot_be_written_is_refused(run):
+    part = torch.ones(4).as_subclass(Divided)
+    team = Team(0, range(SIZE), True, "host.1", "7")
+    with pytest.raises(UsageError, match="Divided that is divided among the ranks"):
+        Writer(run, team=team).prepare(
+            1, {"model": [part]}, {}, {id(part): Extent((8,), 0, 4, (0,))}
+        )
 
 
 def test_tied_weights_are_written_once(run):
@@ -244,6 +259,76 @@ def test_part_that_does_not_show_up_is_named(run, saved, monkeypatch):
     with pytest.raises(CheckpointError, match="rank 2 wrote a part, which does not show up here"):
         saved.writers[0].wait()
     assert newest(run) == 2
+
+
+def test_rank_that_still_writes_at_the_end_is_waited_for(run, saved, monkeypatch):
+    """Let a rank wait for its disk for longer than rank 0 waits for a dead rank."""
+    monkeypatch.setattr(data_files, "_SECONDS_WITHOUT_CHANGE", 0.3)
+    monkeypatch.setattr("hpctrain.checkpoint.writer._SECONDS_OF_A_SIGN", 0.05)
+    real, waits = os.fsync, threading.Event()
+
+    def slow(descriptor):
+        if "rank-00002.bin" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            waits.wait(1.0)
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        saved.save(3)
+        threads = [threading.Thread(target=writer.close) for writer in saved.writers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert newest(run) == 3
+
+
+def test_dead_rank_does_not_hold_a_training_without_memory_for_copies(run, saved, monkeypatch):
+    """Without a copy, rank 0 waits for the others inside of its training."""
+    monkeypatch.setattr(data_files, "_SECONDS_IN_FOREGROUND", 0.1)
+    monkeypatch.setattr("hpctrain.checkpoint.snapshot.available", lambda: 0)
+    for writer in saved.writers:
+        writer._buffers._buffers = []  # those of the saves before
+    saved.save(3, ranks=[1, 0])
+    assert "rank 2 did not write its part" in saved.writers[0].failure().found
+    assert newest(run) == 2
+
+
+def test_save_after_a_refused_one_has_one_folder_for_all_ranks(run, saved):
+    """Rank 0 alone has a value that no checkpoint can hold; the script goes on."""
+    for rank, writer in enumerate(saved.writers):
+        state, extents = saved.state(rank, 3)
+        if rank == 0:
+            state["position"]["thing"] = threading.Lock()
+            with pytest.raises(UsageError):
+                writer.prepare(3, state, {}, extents)
+        else:
+            writer.prepare(3, state, {}, extents)
+    saved.save(3)
+    saved.settle()
+    saved.writers[0].wait()
+    assert newest(run) == 3
+
+
+@pytest.mark.parametrize("mistake", ["size", "pieces"])
+def test_manifest_that_would_be_refused_is_not_committed(run, saved, monkeypatch, mistake):
+    if mistake == "size":
+        monkeypatch.setattr("hpctrain.checkpoint.loading._MOST_BYTES", 300)
+    else:
+        real = data_files.tables
+        monkeypatch.setattr(
+            "hpctrain.checkpoint.folder.tables", lambda *one: lose_a_piece(real(*one))
+        )
+    saved.save(3)
+    saved.settle()
+    with pytest.raises(CheckpointError, match="the manifest of step 3"):
+        saved.writers[0].wait()
+    assert names(run) == ["step-00000001", "step-00000002"]
+
+
+def lose_a_piece(tables):
+    tables["model"][0]["pieces"].pop()
+    return tables
 
 
 def test_rank_with_other_tensors_is_named(run, saved):
@@ -316,8 +401,8 @@ def edited(run, edit):
         lambda one, _: one["pieces"].append(one["pieces"][-1]),
         lambda one, _: one["pieces"][0].__setitem__(1, 1 << 40),
         lambda one, _: one["pieces"][0].__setitem__(1, -16),
+        lambda one, _: one["pieces"][0].__setitem__(0, 7),
         lambda one, _: one["pieces"][0].__setitem__(0, "../x.bin"),
-        lambda one, _: one["pieces"][0].__setitem__(0, "model.pt"),
         lambda one, _: one["pieces"][0].pop(),
         lambda one, _: one.update(shape=[1 << 40, 1 << 40]),
         lambda one, _: one.update(shape=[-7, -100]),

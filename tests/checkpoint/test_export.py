@@ -151,6 +151,15 @@ def test_checkpoint_and_export_name_what_was_frozen(tmp_path, capsys):
     assert "frozen" not in metadata(target)
 
 
+def test_export_of_averages_has_those_of_shared_weights(run, tmp_path):
+    """The averages have one name of a shared weight."""
+    export(run, tmp_path / "out.safetensors", ema=True)
+    model = Tied()
+    load_model(model, str(tmp_path / "out.safetensors"))
+    for layer in (model.first, model.second):
+        assert torch.equal(layer.weight, run.models[2].first.weight + 100)
+
+
 def test_export_to_several_files(run, tmp_path, capsys):
     """The files have Hugging Face's index, and begin a training."""
     target = tmp_path / "out"

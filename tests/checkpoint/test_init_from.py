@@ -268,3 +268,10 @@ def test_init_from_fills_lazy_modules(tmp_path):
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     fill_weights(tmp_path / "weights.pt", model, 0)
     assert equal_state(model, source)
+
+
+def test_part_of_a_checkpoint_names_the_command(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    save(run, 1, {"model": [nn.Linear(2, 2).state_dict()]}, {})
+    with pytest.raises(UsageError, match="hpctrain export RUN_DIR FILE"):
+        fill_weights(run.checkpoint(1) / "model.pt", nn.Linear(2, 2), 0)

@@ -17,6 +17,7 @@ from battery import HOROVOD_SLOW, fit, images, session, small_model
 from torch import nn
 
 import hpctrain
+from hpctrain.checkpoint import load_newest
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.exit_status import write_exit_status
@@ -616,6 +617,40 @@ def test_ranks_that_find_different_checkpoints_are_refused():
     for result in ranks.run(3, resume_without_shared_checkpoints):
         assert isinstance(result, hpctrain.HpctrainError)
         assert "1 of 3 ranks do not find" in str(result)
+
+
+def save_a_state_of_rank_0():
+    """Save, where rank 0 alone has tensors of two types that share memory."""
+    weight = torch.ones(3)
+    things = [weight, weight.view(torch.int32)] if hpctrain.detect().rank == 0 else [weight]
+    with session(batch_size=4, epochs=1, run_dir="run") as opened:
+        model = opened.prepare(nn.Linear(2, 2))
+        with opened.run(state={"things": Things(things)}) as run:
+            run.save()
+        del model
+
+
+class Things:
+    def __init__(self, things):
+        self.things = things
+
+    def state_dict(self):
+        return {"things": self.things}
+
+    def load_state_dict(self, state):
+        self.things = state["things"]
+
+
+def test_state_that_rank_0_cannot_save_ends_all_ranks():
+    for result in ranks.run(3, save_a_state_of_rank_0, timeout=60):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert "different types that share memory" in str(result)
+
+
+def test_checkpoint_keeps_the_versions_of_modules():
+    ranks.values(ranks.run(2, train, None))
+    _, state = load_newest(RunDirectory("run"))
+    assert state["model"][0]._metadata["1"] == {"version": 2}  # of batch norm
 
 
 def resume_with_a_damage_that_rank_2_reads(damaged):
