@@ -476,7 +476,9 @@ def test_mixed_faults(cluster, check_finished):
     options = ("--epochs", str(5 + 10 * count), "--checkpoint-every", "10")
     more = ("--no-kill", "--requeue", "--open-mode=append")
     script = (*options, "--pace", "0.2")
-    job = run_command(cluster, *more, nodes=4, run=("--spares", 1), script=script)
+    # The next fault comes after a new step, before which there may be no new checkpoint.
+    run = ("--spares", 1, "--max-attempts", 10)
+    job = run_command(cluster, *more, nodes=4, run=run, script=script)
     job.until(lambda: job.steps() > 10)
 
     def hurt(number, kind):
