@@ -475,7 +475,8 @@ def test_mixed_faults(cluster, check_finished):
     kinds = [kind for _ in range(count) for kind in draw.sample(MIXED, len(MIXED))][:count]
     options = ("--epochs", str(5 + 10 * count), "--checkpoint-every", "10")
     more = ("--no-kill", "--requeue", "--open-mode=append")
-    script = (*options, "--pace", "0.2")
+    # The watchdog has learnt nothing yet of a phase that an attempt has had a few times.
+    script = (*options, "--pace", "0.2", "--timeout", "90")
     # The next fault comes after a new step, before which there may be no new checkpoint.
     run = ("--spares", 1, "--max-attempts", 10)
     job = run_command(cluster, *more, nodes=4, run=run, script=script)
@@ -501,8 +502,7 @@ def test_mixed_faults(cluster, check_finished):
         starts, step, since = len(job.begins()), furthest(), time.time()
         lost = hurt(number, kind)
         try:
-            # A stop before the first steps would take --timeout: nothing is learnt of them yet.
-            job.until(lambda: len(job.begins()) > starts and furthest() > step + 20, 400)
+            job.until(lambda: len(job.begins()) > starts and furthest() > step, 400)
         finally:
             if lost:
                 (cluster.mend if kind == "cut" else cluster.power_on)(lost)
