@@ -4,6 +4,7 @@ Source: the documentation of `torch.distributed.checkpoint`. Its index is a pick
 code: read only what you trust. The package is imported when it is used, as that takes long.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def load(folder: Path, name: str, shape: torch.Size, dtype: torch.dtype) -> Tens
     from torch.distributed.checkpoint import state_dict_loader
 
     state = {name: torch.empty(shape, dtype=dtype, device="cpu")}
-    state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process
+        state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     return state[name]
 
 
@@ -45,4 +48,6 @@ def save(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write tensors to a folder, on this rank alone."""
     from torch.distributed.checkpoint import state_dict_saver
 
-    state_dict_saver.save(dict(weights), checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process
+        state_dict_saver.save(dict(weights), checkpoint_id=folder, no_dist=True)
