@@ -413,6 +413,9 @@ def test_rank_that_left_the_run_is_named(watched):
 def test_hang_in_which_all_ranks_wait_names_none(watched):
     """Let all ranks wait in the backward pass; end them, and name none."""
     job = watched(WAIT, WAIT, WAIT)
+    # Before, a rank may still be in the call that says that it has started.
+    for process in job.ranks.ranks.values():
+        until(lambda pid=process.pid: "futex" in Path(f"/proc/{pid}/wchan").read_text())
     assert job.end() == [-signal.SIGKILL] * 3
     assert job.ranks.reason().startswith("all 3 ranks are silent for")
     assert job.ranks.reason().endswith("its sums: they wait for each other")
