@@ -179,6 +179,7 @@ def test_time_out_may_end_soon():
         (("wait", "hook", "run_backward"), ()),
         (("wait", "", "run_backward"), ()),
         (("wait", "run_backward"), ()),
+        (("", "run_backward", "run_backward"), ()),  # no stack yet: it is not known
     ],
 )
 def test_rank_that_hangs_inside_of_its_backward_pass_is_named(frames, ranks):

@@ -142,6 +142,8 @@ def _unlike_the_others(alive: Sequence[Sighting]) -> list[Sighting]:
     frames = Counter(sighting.frame for sighting in alive).most_common()
     if alive[0].phase != BACKWARD or len(frames) != 2 or frames[1][1] == frames[0][1]:
         return []
+    if not all(sighting.frame for sighting in alive):  # a rank may not have shown its stack yet
+        return []
     return [one for one in alive if one.frame == frames[1][0] and frames[1][1] == 1]
 
 

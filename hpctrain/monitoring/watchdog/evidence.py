@@ -72,6 +72,7 @@ def take(pid: int, dump: str) -> Sample:
     Raises:
         OSError: the process has ended.
     """
+    dump = dump[: dump.rfind("\n") + 1]  # the rank may still write the last line
     pids = tuple(one for one in proc.family(pid) if one != os.getpid())  # a rank starts the helper
     threads = proc.stats(thread for one in pids for thread in proc.threads(one))
     counted = "\n".join(proc.text(f"{one}/io") for one in pids)
