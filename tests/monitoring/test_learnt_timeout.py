@@ -147,6 +147,15 @@ IDLE_0, WAITS_1, WAITS_2 = at(0, COMPUTING, "idle"), at(1, BACKWARD), at(2, BACK
         ([at(rank, LOADING, "idle") for rank in range(3)], ()),
         ([at(0, BACKWARD, "busy"), at(1, UPDATING, "idle"), at(2, UPDATING, "idle")], None),
         ([at(0, COMPUTING, "idle", state="T"), WAITS_1, WAITS_2], (0,)),
+        (
+            [
+                at(0, EVALUATING, "idle", state="T"),
+                at(1, EVALUATING, limit=1800.0),
+                at(2, EVALUATING, "busy", limit=1800.0),
+            ],
+            (0,),
+        ),
+        ([at(0, SAVING, "idle", state="T"), at(1, SAVING), at(2, LOADING, silence=3.0)], None),
         ([at(rank, COMPUTING, "idle", state="T") for rank in range(3)], None),  # suspended
         ([at(0, COMPUTING, state="t"), WAITS_1, WAITS_2], None),  # under a debugger
         ([at(0, COMPUTING, state=""), at(1, BACKWARD, "busy"), at(2, BACKWARD, "idle")], (0,)),

@@ -57,7 +57,7 @@ import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
 from hpctrain.rundir import RunDirectory
 from hpctrain.monitoring.watchdog import Watchdog, rank
-from hpctrain.process.phases import BACKWARD, COMPUTING, IDLE, LOADING
+from hpctrain.process.phases import BACKWARD, COMPUTING, EVALUATING, IDLE, LOADING
 from hpctrain.cluster.world import World
 
 place, how, present, timeout, least, key, driven = json.loads(sys.argv[1])
@@ -106,6 +106,15 @@ def stop():
 def stop_in_the_sums():
     watchdog.heartbeat(BACKWARD)
     stop()
+
+def stop_in_the_first_evaluation():
+    watchdog.heartbeat(EVALUATING)
+    stop()
+
+def wait_in_the_first_evaluation():
+    watchdog.heartbeat(EVALUATING)
+    mark_started()
+    threading.Event().wait()
 
 def die():
     mark_started()
@@ -389,6 +398,25 @@ def test_hang_ends_after_the_learnt_timeout_unless_the_rank_computes(
     else:
         assert silence >= TIMEOUT
         assert f"at most {TIMEOUT:g} s of silence (--timeout)" in output
+
+
+@pytest.mark.parametrize("layout", [(3,), (2, 1)])
+def test_stopped_rank_ends_the_run_soon_in_a_phase_of_which_nothing_is_learnt(
+    watched, monkeypatch, capsys, layout
+):
+    """Stop one rank in the first evaluation, in which the others wait for it."""
+    waits = "wait_in_the_first_evaluation"
+    job = watched(waits, waits, "stop_in_the_first_evaluation", layout=layout, least=8)
+    monkeypatch.setattr(evidence, "monotonic", job.clock)
+    for _ in range(int(TIMEOUT)):
+        job.advance(0.9)
+    assert not job.helpers
+    assert job.ranks.end() == [-signal.SIGKILL] * 3
+    reason = job.ranks.reason()
+    assert reason.startswith(f"rank 2 on node{len(layout)} is silent for ")
+    assert reason.endswith("is stopped (state T)")
+    assert 8 <= int(re.search("silent for ([0-9]+) s", reason)[1]) < TIMEOUT - 2
+    assert "a process that is stopped for at most 8 s" in capsys.readouterr().err
 
 
 def test_dead_rank_is_named_by_the_watchdog(watched):

@@ -153,7 +153,8 @@ def hung(
     """Return the blame if the run hangs for longer than the learnt time-outs; None otherwise.
 
     Every rank has to be silent, and the silence of every rank has to be explained: by its own
-    samples, or by a rank that is behind it, if it waits in an exchange for that one.
+    samples, or by a rank that is behind it, if it waits in an exchange for that one. A stopped rank
+    explains the silence of all others.
 
     Args:
         sightings: observations of all ranks.
@@ -167,6 +168,8 @@ def hung(
     blame = judge(sightings, world_size, hosts)
     named = [sighting for sighting in inside if sighting.rank in blame.ranks]
     hanging = [one for one in inside if not named or one in named or one.phase not in _EXCHANGES]
+    if named and all(one.state == "T" for one in named):
+        hanging = named
     longest = max(hanging, key=lambda sighting: sighting.limit)
     if any(sighting.silence + soon < longest.limit for sighting in inside):
         return None

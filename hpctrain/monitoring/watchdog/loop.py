@@ -256,6 +256,11 @@ class Watch:
         return self._sightings() + (self._files(self._exchange.others) or [])
 
     def _limit(self, blame: Blame | None = None) -> str:
+        if blame and blame.slowest is None and 0 < blame.limit < self._timeout:
+            return (
+                f"a process that is stopped for at most {self._limits.least:g} s "
+                "(HPCTRAIN_LEAST_TIMEOUT)"
+            )
         if blame is None or blame.slowest is None:
             return f"at most {self._timeout:g} s of silence (--timeout)"
         return (

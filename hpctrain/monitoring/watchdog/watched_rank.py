@@ -58,6 +58,7 @@ class WatchedRank:
     limit: float = 0.0
     slowest: float | None = None
     still: str = ""
+    _stopped: float = 0.0  # seconds in state T
     _sample: evidence.Sample | None = None
     _due: float = 0.0  # silence at which the next sample is taken
     _asked: float = 0.0  # when the rank was last asked for its stacks
@@ -84,6 +85,10 @@ class WatchedRank:
         if before == "T" != self.state:
             self.silence = 0.0
         self.limit, self.slowest = self.limits.of(self.phase, self.count)
+        # Nothing has to be learnt about a stopped process: it does not go on by itself.
+        self._stopped = self._stopped + elapsed if before == self.state == "T" else 0.0
+        if self._stopped:
+            self.limit = min(self.limit, self.silence - self._stopped + self.limits.least)
         if self.counts and self.silence >= max(self.limit / 2, self._due):
             self._examine()
 
