@@ -11,13 +11,15 @@ import hpctrain
 
 def options():
     parser = hpctrain.options(recipe=True, description=__doc__)
-    # The documentation of this repository is the default text.
+    # The documentation of this repository is the default text, under the licence of the repository.
     parser.set_defaults(data=str(Path(__file__).parents[1] / "docs"), lr=1e-2, decay="weights")
     parser.set_defaults(lr_warmup_steps=20, lr_schedule="cosine", lr_min=1e-3, clip_norm=1.0)
     group = parser.add_argument_group("options of this example")
     group.add_argument(
         "--context", type=int, default=32, metavar="N", help="characters it sees (%(default)s)"
     )
+    group.add_argument("--width", type=int, default=64, metavar="N", help="(%(default)s)")
+    group.add_argument("--layers", type=int, default=2, metavar="N", help="(%(default)s)")
     group.add_argument("--eval-every", type=int, default=50, metavar="STEPS", help="(%(default)s)")
     return parser
 
@@ -30,10 +32,11 @@ def read(path):
 
 
 class GPT(nn.Module):
-    def __init__(self, characters, context, width=64, layers=2, heads=4):
+    def __init__(self, characters, context, width=64, layers=2):
         super().__init__()
         self.character = nn.Embedding(characters, width)
         self.place = nn.Embedding(context, width)
+        heads = max(4, width // 64)
         sizes = {"d_model": width, "nhead": heads, "dim_feedforward": 4 * width, "dropout": 0.0}
         kind = {"activation": "gelu", "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(
@@ -98,7 +101,7 @@ def main():
         train, test = tokens.tensor_split([len(tokens) * 9 // 10])
         size = args.context + 1
         test_loader = session.loader(test.unfold(0, size, size).cpu(), train=False)
-        model = GPT(len(characters), args.context)
+        model = GPT(len(characters), args.context, args.width, args.layers)
         optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1)
         model, optimizer = session.prepare(model, optimizer)
         generator = torch.Generator().manual_seed(session.options.seed)

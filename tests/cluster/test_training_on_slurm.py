@@ -59,6 +59,22 @@ def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist,
 
 
 @pytest.mark.slow
+def test_sbatch_language_model_divides_a_gpt_among_three_hosts(cluster, checkout):
+    """Submit the job with a small model, on hosts without GPUs."""
+    (checkout / "docs").symlink_to(launches.TOP / "docs")
+    hosts = ("--gpus-per-node=0", "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1")
+    small = ("--context", "32", "--width", "64", "--layers", "2", "--lr", "1e-2")
+    steps = ("--max-steps", "60", "--lr-warmup-steps", "10", "--eval-every", "30")
+    job, code, log = submit(cluster, checkout, *hosts, "sbatch/language_model.sh", *small, *steps)
+    assert code == 0, log
+    run = checkout / "runs" / f"language_model-{job}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["backend"]) == ("done", 3, "fsdp")
+    assert summary["metrics"]["eval_loss"] < 3.2  # of 4.9 for characters that are drawn at random
+    assert "fsdp gathers the weights of one of 2 TransformerEncoderLayer at a time" in log
+
+
+@pytest.mark.slow
 def test_sbatch_wrong_use_exits_with_code_2_and_its_message(cluster, checkout):
     _, code, log = submit(cluster, checkout, "sbatch/mnist.sh", "--data", "no-such-set")
     assert code == 2
