@@ -3,6 +3,10 @@
 Four ranks have the same weights and momenta. A training waits until the last rank has copied what
 it writes; the whole save ends when rank 0 has committed. The base is torch.save and fsync at rank
 0, for which all ranks wait. "raw write" is the file system alone: each rank writes its quarter.
+async_save of torch.distributed.checkpoint divides the writing among the ranks too, and its staging
+memory is reused; here the weights are equal on all ranks, of which it writes each one once.
+torch.distributed.checkpoint divides the writing among the ranks by itself; async_save does not
+call fsync.
 The reads are those of a resume, in which all hashes are checked: by ranks that need all weights, or
 a quarter of each. The files are in the page cache then.
 """
@@ -18,6 +22,8 @@ from typing import Any
 
 import torch
 from harness import Results, compare, run, start
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import hpctrain
 from hpctrain.backends.extent import Extent
@@ -27,7 +33,7 @@ from hpctrain.tools.bench.checkpoint import write
 from hpctrain.tools.bench.measure import take_turns
 
 RANKS, TENSORS = 4, 160
-BASE, RAW = "torch.save, fsync", "raw write, fsync"
+BASE, RAW, ASYNC = "torch.save, fsync", "raw write, fsync", "distributed checkpoint, async_save"
 ALL, QUARTER = "all weights", "a quarter of each"
 WRITERS = {f"hpctrain, {count} of 4 ranks write": count for count in (1, 2, 4)}
 TARGETS = {name: {"ratio": "≤ 0.1"} for name in list(WRITERS)[-1:]}
@@ -52,6 +58,7 @@ class Saves:
         everyone = range(RANKS)
         self._extents = {id(tensor): Extent.whole(shape, everyone) for tensor in tensors}
         self._bytes = torch.full((size // RANKS,), 17, dtype=torch.uint8)
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._writers: dict[str, Writer] = {}
         self._step = 0
         for name, count in WRITERS.items():
@@ -72,6 +79,12 @@ class Saves:
             waited = time.perf_counter() - begin
             if self._backend.rank == 0:
                 writer.wait()
+        elif name == ASYNC:
+            place = self._folder / "async"
+            saved = dcp.async_save(self._state, checkpoint_id=place, async_stager=self._stager)
+            self._backend.barrier()
+            waited = time.perf_counter() - begin
+            saved.result()
         else:
             if name == RAW:
                 write(self._folder / f"raw-{self._backend.rank}", self._bytes)
@@ -114,7 +127,7 @@ def rank(arguments: argparse.Namespace) -> Any:
     with hpctrain.Session(backend="ddp", batch_size=1) as session:
         folder = Path(session.backend.broadcast_object(tempfile.mkdtemp(dir=arguments.folder)))
         saves = Saves(session, folder, arguments.megabytes[0] * 10**6)
-        arms = {name: partial(saves.stall, name) for name in (BASE, *WRITERS, RAW)}
+        arms = {name: partial(saves.stall, name) for name in (BASE, *WRITERS, ASYNC, RAW)}
         take_turns(arms, 1)  # allocates memory
         times = take_turns(arms, arguments.rounds)
         reads = {name: partial(saves.read, name) for name in (ALL, QUARTER)}
