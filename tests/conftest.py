@@ -1,8 +1,8 @@
 """Fixtures and markers for all tests: tiers, required parts, and checks for leaks.
 
 This file sets markers by what a test uses: `slurm` (the fixture `cluster`), `gpu`
-(`gpu`, `nccl`), `browser`, `horovod` (a parameter or fixture of that name) and `ranks` (the module
-starts forked ranks). Tests set `slow` and `e2e` themselves.
+(`gpu`, `nccl`), `browser`, `horovod` (a parameter or fixture of that name), `ranks` (the module
+starts forked ranks) and `slow` (in slow_cases.txt). Tests set `slow` and `e2e` themselves.
 """
 
 import functools
@@ -61,6 +61,7 @@ OPTIONAL_PARTS = {
     "two-cores": "two cores",
     "two-gpus": "two GPUs",
 }
+SLOW = frozenset((TESTS / "slow_cases.txt").read_text().splitlines())
 # Costly session fixtures: tests that share one run in one worker.
 GROUPS = {"cluster": "slurm", "references": "references", "reproducibility_reference": "references"}
 
@@ -128,6 +129,7 @@ def mark(item):
         "browser": "browser" in fixtures,
         "horovod": "horovod" in fixtures | words,
         "ranks": hasattr(item.module, "ranks"),
+        "slow": bool(SLOW & {item.nodeid, item.nodeid.partition("[")[0]}),
     }
     for name in (name for name, applies in found.items() if applies):
         item.add_marker(name)

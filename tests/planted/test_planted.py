@@ -1,6 +1,7 @@
 """The table of planted bugs fits the current product and tests."""
 
 import os
+from pathlib import Path
 from unittest import mock
 
 import bugs
@@ -28,17 +29,30 @@ def test_planted_bug_fits_product(bug):
     assert bug.tier in ("default", "all")
 
 
+def absent(named, *options):
+    """Return the names of tests that pytest does not collect."""
+    files = sorted({name.partition("::")[0] for name in named})
+    collector = Collector()
+    with mock.patch.dict(os.environ):  # imports of tests change it
+        code = pytest.main(
+            ["--collect-only", "-qq", *options, *filter(os.path.exists, files)], plugins=[collector]
+        )
+    assert code == pytest.ExitCode.OK
+    return sorted(named - collector.names)
+
+
 def test_planted_bugs_name_tests_of_their_tier(request, monkeypatch):
     monkeypatch.chdir(bugs.TOP)
     everything = request.config.getoption("--all")
     named = {test for bug in BUGS if everything or bug.tier == "default" for test in bug.tests}
-    files = sorted({name.partition("::")[0] for name in named})
-    collector = Collector()
-    options = ["--collect-only", "-qq", *["--all"] * everything]
-    with mock.patch.dict(os.environ):  # imports of tests change it
-        code = pytest.main([*options, *filter(os.path.exists, files)], plugins=[collector])
-    assert code == pytest.ExitCode.OK
-    assert sorted(named - collector.names) == []
+    assert absent(named, *["--all"] * everything) == []
+
+
+@pytest.mark.slow
+def test_slow_cases_exist(monkeypatch):
+    monkeypatch.chdir(bugs.TOP)
+    lines = Path("tests/slow_cases.txt").read_text().splitlines()
+    assert absent({line for line in lines if not line.startswith("#")}, "--all") == []
 
 
 def test_planted_bugs_are_many_and_most_are_of_the_default_tier():
