@@ -82,6 +82,8 @@ def train(how, victim):
         with opened.run() as run:
             for _ in run.epochs():
                 for batch, targets in run.batches(loader):
+                    if hangs and run.step == HANG_AT and how == "before":
+                        wait_for_a_file()
                     loss = nn.functional.cross_entropy(model(batch), targets)
                     if hangs and run.step == HANG_AT and callable(how):
                         how()
@@ -98,11 +100,13 @@ def remains(mark):
     return found
 
 
-DDP, HOROVOD = "auto", "horovod"
+DDP, HOROVOD, FSDP = "auto", "horovod", "fsdp"
 SLOW = pytest.mark.slow
 IN_STOP = "in the script's code: process", "in stop_process"
 IN_GIL = "in the script's code", "in hold_the_gil"
 IN_LOADER = "waits for data", "in __getitem__"
+# Where the ranks of fsdp gather weights, for which all are needed.
+IN_SCRIPT = "in the script's code", "in wait_for_a_file"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,9 @@ IN_LOADER = "waits for data", "in __getitem__"
         pytest.param(DDP, "load", 0, (3,), *IN_LOADER, id="ddp-loading", marks=SLOW),
         pytest.param(HOROVOD, stop_process, 1, (3,), *IN_STOP, id="horovod-stopped", marks=SLOW),
         pytest.param(HOROVOD, "load", 0, (3,), *IN_LOADER, id="horovod-loading", marks=SLOW),
+        pytest.param(FSDP, "before", 1, (3,), *IN_SCRIPT, id="fsdp-before-the-forward-pass"),
+        pytest.param(FSDP, stop_process, 2, (2, 1), *IN_STOP, id="fsdp-stopped", marks=SLOW),
+        pytest.param(FSDP, "load", 0, (3,), *IN_LOADER, id="fsdp-loading", marks=SLOW),
     ],
     indirect=["run"],
 )
@@ -143,7 +150,10 @@ def run_until_hang(run, how, victim, layout):
 
 
 @pytest.mark.parametrize(
-    "run", [DDP, pytest.param(HOROVOD, marks=SLOW)], indirect=True, ids=["ddp", "horovod"]
+    "run",
+    [DDP, *(pytest.param(backend, marks=SLOW) for backend in (HOROVOD, FSDP))],
+    indirect=True,
+    ids=["ddp", "horovod", "fsdp"],
 )
 def test_hanging_backward_pass_is_shown(run):
     """Let the backward pass of one rank hang; end all ranks."""
@@ -217,6 +227,7 @@ def train_slowly():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [DDP, HOROVOD, FSDP], indirect=True, ids=["ddp", "horovod", "fsdp"])
 def test_slow_steps_saves_evaluations_and_suspended_jobs_are_no_hangs(run):
     """Train with a learnt time-out of two seconds; no slow phase ends the run."""
     env = {"HPCTRAIN_LEAST_TIMEOUT": "2", **run.keywords["env"]}

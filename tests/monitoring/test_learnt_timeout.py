@@ -191,10 +191,12 @@ def test_time_out_may_end_soon():
         (("", "run_backward", "run_backward"), ()),  # no stack yet: it is not known
     ],
 )
-def test_rank_that_hangs_inside_of_its_backward_pass_is_named(frames, ranks):
-    """Name the only rank that is in another function than the ranks that wait for it."""
-    sightings = [at(rank, BACKWARD, frame=frame) for rank, frame in enumerate(frames)]
-    assert judge(sightings, len(frames), ("node1",)).ranks == ranks
+@pytest.mark.parametrize("phase", [BACKWARD, COMPUTING, EVALUATING, LOADING])
+def test_rank_that_the_others_wait_for_in_the_same_phase_is_named(frames, ranks, phase):
+    """Name the only rank that is in another function; for data no rank waits for another one."""
+    sightings = [at(rank, phase, frame=frame) for rank, frame in enumerate(frames)]
+    found = judge(sightings, len(frames), ("node1",)).ranks
+    assert found == (() if phase == LOADING else ranks)
 
 
 def test_rank_between_two_steps_is_behind_those_in_the_next_backward_pass():

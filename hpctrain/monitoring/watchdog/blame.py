@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.cluster.texts import listed, ranks_text
-from hpctrain.process.phases import AGREEING, BACKWARD, CLOSED, PHASES, UPDATING, WAITING
+from hpctrain.process.phases import AGREEING, BACKWARD, CLOSED, LOADING, PHASES, UPDATING, WAITING
 
 __all__ = ["Blame", "Sighting", "apart", "describe", "hung", "judge", "place", "suspended"]
 
@@ -133,14 +133,15 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
 def _unlike_the_others(alive: Sequence[Sighting]) -> list[Sighting]:
     """Return the ranks that hang where all ranks are in the same phase; none if it is not known.
 
-    These wait in the kernel; or one rank executes something else in its backward pass, which all
-    other ranks wait for in the same function.
+    These wait in the kernel; or one rank executes something else, which all other ranks wait for in
+    the same function. In which phases they may wait depends on the backend: the ranks of fsdp
+    gather weights in the forward pass. For data no rank waits for another one.
     """
     in_kernel = [sighting for sighting in alive if sighting.state == "D"]
     if in_kernel:
         return in_kernel if len(in_kernel) < len(alive) else []
     frames = Counter(sighting.frame for sighting in alive).most_common()
-    if alive[0].phase != BACKWARD or len(frames) != 2 or frames[1][1] == frames[0][1]:
+    if alive[0].phase == LOADING or len(frames) != 2 or frames[1][1] == frames[0][1]:
         return []
     if not all(sighting.frame for sighting in alive):  # a rank may not have shown its stack yet
         return []
