@@ -24,6 +24,7 @@ from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.host_choice import HostChoice
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
 from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record, shared_memory
 from hpctrain.rundir import effective_time
 from hpctrain.rundir.exit_status import read_exit_status
@@ -211,7 +212,7 @@ def _attempts(
             kept = max(kept, copied)
         fruitless = 0 if progress else fruitless + 1
         failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
-        by_itself = not number and (end.first is None or end.first.code < 128)
+        by_itself = not number and end.code < 128
         result = hopeless(failure, by_itself, bool(lost) or progress, fruitless, policy.most)
         # A rank may fail before its session; and if a host is unfit, no program has failed.
         resumes = resumes or bool(failure_record.sessions(folder))
@@ -235,6 +236,11 @@ def _attempts(
 
 def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str] | None) -> None:
     """Print which rank failed first, because its error is the cause of the other errors."""
+    if first is None and recorded is None and end.code > 128:
+        name = signal_name(end.code - 128)
+        write_stderr(
+            f"hpctrain: no rank failed first: {name} ended all, as scancel of their step\n"
+        )
     # After a usage error every rank has printed the same few lines.
     if first is None or end.ranks == 1 or end.usage:
         return

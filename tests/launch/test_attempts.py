@@ -129,6 +129,8 @@ class Hosts:
             self.directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
         if code is not None:
             write_exit_status(str(attempt.folder / "exit-status-0"), code, "why")
+        if first == "all killed":
+            return HostsEnd(137, False, ranks=2 * len(hosts))
         code = first.code if first else 1 if code is None else code
         return HostsEnd(code, False, first, ranks=2 * len(hosts))
 
@@ -141,7 +143,7 @@ def ended(code, present=ALL, step=None, session=True, first=None, copied=None):
         present: hosts that answer afterwards.
         step: step of the newest checkpoint; None without a new one.
         session: whether the program has opened a session.
-        first: first rank that failed.
+        first: first rank that failed; "all killed" if SIGKILL ended all of them and their agents.
         copied: step of the first copy in memory; None without one.
     """
     return code, list(present), step, session, first, copied
@@ -284,13 +286,20 @@ def test_rank_that_fails_before_its_session_is_no_plain_program_if_it_had_one_be
     assert len(hosts.attempts) == 3
 
 
-def test_first_attempt_that_a_signal_killed_is_tried_again(tmp_path, capsys):
-    exit_status, hosts = run_attempts(tmp_path, ended(None, first=failed(137)), ended(0))
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (failed(137), "rank 3 on node2 failed first"),
+        ("all killed", "SIGKILL ended all ranks at once, as scancel of their step does"),
+    ],
+)
+def test_first_attempt_that_a_signal_killed_is_tried_again(tmp_path, capsys, first, why):
+    exit_status, hosts = run_attempts(tmp_path, ended(None, first=first), ended(0))
     assert exit_status == (0, "why")
     assert len(hosts.attempts) == 2
-    assert "attempt 2: 3 of 3 hosts; from the start, as there is no checkpoint" in (
-        capsys.readouterr().err
-    )
+    output = capsys.readouterr().err
+    assert f"hpctrain: {why}" in output
+    assert "attempt 2: 3 of 3 hosts; from the start, as there is no checkpoint" in output
 
 
 @pytest.mark.parametrize("first", [failed(3), None])
