@@ -238,9 +238,7 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
     """Print which rank failed first, because its error is the cause of the other errors."""
     if first is None and recorded is None and end.code > 128:
         name = signal_name(end.code - 128)
-        write_stderr(
-            f"hpctrain: no rank failed first: {name} ended all, as scancel of their step\n"
-        )
+        write_stderr(f"hpctrain: {name} ended all ranks at once, as scancel of their step does\n")
     # After a usage error every rank has printed the same few lines.
     if first is None or end.ranks == 1 or end.usage:
         return
