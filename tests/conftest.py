@@ -47,11 +47,13 @@ PARTS = {
     "strace": "apt-get install strace",
     "submitit": "pip install submitit",
     "timm": "pip install timm",
+    "torchao": "pip install torchao",
     "torchdata": "pip install torchdata",
 }
 # Properties of a machine, programs without a Debian package, and packages whose programs are tried:
 # --strict-parts does not need them.
 OPTIONAL_PARTS = {
+    "fp8": "a GPU of compute capability 8.9 or later",
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",
     "lightning": "pip install lightning",

@@ -23,6 +23,7 @@ PRECISIONS = {
     "tf32": "hpctrain.precision.full:TensorFloat",
     "bf16": "hpctrain.precision.mixed:BFloat16",
     "fp16": "hpctrain.precision.mixed:Half",
+    "fp8": "hpctrain.precision.float8:Float8",
     "O0": "hpctrain.precision.full:ApexO0",
     "O1": "hpctrain.precision.mixed:ApexO1",
     "O2": "hpctrain.precision.half:ApexO2",

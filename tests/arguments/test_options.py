@@ -259,7 +259,7 @@ def test_option_paths_may_be_path_objects():
         "--lr 0",
         "--lr nan",
         "--timeout inf",
-        "--precision fp8",
+        "--precision fp4",
         "--backend mpi",
         "--batch 8",  # no abbreviations: a script may have options of its own
     ],

@@ -35,7 +35,7 @@ from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["FSDP"]
 
-_PRECISIONS = ("fp64", "fp32", "tf32", "bf16")
+_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp8")
 
 
 class FSDP(ProcessGroup):
@@ -105,7 +105,7 @@ class FSDP(ProcessGroup):
         empty = on_meta(model)
         blocks = find_blocks(model, self._own["blocks"])
         before = dict(model.named_parameters(remove_duplicate=False))
-        half = torch.bfloat16 if self._precision == "bf16" else None
+        half = torch.bfloat16 if self._precision in ("bf16", "fp8") else None
         arguments: dict[str, Any] = {
             "mesh": self._mesh,
             "offload_policy": CPUOffloadPolicy() if self._own["offload"] else OffloadPolicy(),

@@ -1,0 +1,81 @@
+"""fp8: bf16, in which the matrix products of linear layers are in 8 bits."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.precision.base import PrecisionSettings
+from hpctrain.precision.mixed import BFloat16
+from hpctrain.process.logging import logger
+
+__all__ = ["Float8"]
+
+_ADA = (8, 9)
+_MULTIPLE = 16  # of both sizes of a weight, for the matrix products of GPUs
+
+
+class Float8(BFloat16):
+    """fp8: bf16 with torchao's float8 training of linear layers.
+
+    Each product scales its two factors by their largest numbers, tensor by tensor. Weights,
+    gradients and optimizer states stay in fp32, and all other operations are those of bf16.
+    Source: `torchao.float8`, its default configuration.
+    """
+
+    name = "fp8"
+    # For tests: the same roundings, by products in fp32.
+    _emulated: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
+        """Check that the device is a GPU with fp8, and that torchao is installed."""
+        super().check(device, settings)
+        on_gpu = device.type == "cuda"
+        if not (on_gpu and torch.cuda.get_device_capability(device) >= _ADA) and not cls._emulated:
+            raise UsageError(
+                "HT402",
+                f"--precision fp8 on {torch.cuda.get_device_name(device) if on_gpu else 'a CPU'}",
+                "an NVIDIA GPU of compute capability 8.9 (Ada, Hopper) or later",
+                "--precision bf16",
+            )
+        try:
+            import torchao.float8  # noqa: F401
+        except ImportError as error:
+            raise UsageError(
+                "HT418",
+                f"torchao cannot be imported: {error}",
+                "torchao, which computes in fp8",
+                "pip install 'hpctrain[fp8]'",
+                "--precision bf16",
+            ) from None
+
+    def convert(self, model: nn.Module) -> None:
+        """Let the linear layers of a model compute in fp8, in place; their weights stay the same.
+
+        Raises:
+            UsageError: the model has no linear layer of suitable sizes.
+        """
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        linear = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+        fitting = {
+            name
+            for name, layer in linear.items()
+            if layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
+        }
+        if not fitting:
+            raise UsageError(
+                "HT419",
+                f"--precision fp8, and none of the {len(linear)} linear layers of the "
+                f"{type(model).__name__} has two sizes that are multiples of {_MULTIPLE}",
+                "large linear layers, whose products are faster in 8 bits",
+                "--precision bf16",
+            )
+        logger.info("fp8: %d of %d linear layers compute in it", len(fitting), len(linear))
+        convert_to_float8_training(
+            model,
+            module_filter_fn=lambda _, name: name in fitting,
+            config=Float8LinearConfig(emulate=self._emulated),
+        )
