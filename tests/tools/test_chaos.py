@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import fake_slurm
 import pytest
@@ -38,6 +39,15 @@ def test_ranks_of_a_job_are_hurt_on_its_hosts(slurm, capsys):
         assert all("--jobid=7 --nodelist=node" in call and " SIG" in call for call in calls)
 
 
+def test_step_of_a_rank_is_cancelled_and_not_the_oldest_one(slurm, capsys):
+    """Cancel step 4; Slurm still lists step 2, whose host is lost."""
+    slurm.command("srun", more='echo "$*" >>hurt; printf 4')
+    slurm.command("scancel", more='echo "$*" >>cancelled')
+    assert main(["chaos", "7", "--count", "1", "--mean", "0.01", "--kinds", "step"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("step: 7.4")
+    assert Path("cancelled").read_text().split()[-1] == "7.4"
+
+
 def test_job_that_has_ended_is_left_alone(slurm, capsys):
     slurm.jobs(job("7", State="COMPLETED"))
     assert main(["chaos", "7", "--count", "2", "--mean", "0.01"]) == 0
@@ -59,6 +69,7 @@ def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):
 
     def start(rank, attempt, code="import time; print(flush=True); time.sleep(60)", **more):
         environ = {**os.environ, **env, "HPCTRAIN_RANK": rank, "HPCTRAIN_START": attempt, **more}
+        environ["SLURM_STEP_ID"] = "3"
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             env=environ,
@@ -78,6 +89,10 @@ def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):
     ]
     try:
         assert sender.ranks(env) == {0: started[0].pid, 1: started[1].pid}
+        line = [sys.executable, "-m", "hpctrain.tools.chaos.sender", "step", "1"]
+        environ = {**os.environ, **env, "SLURM_STEP_ID": "5"}
+        done = subprocess.run(line, env=environ, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "3")
     finally:
         for process in started:
             os.killpg(process.pid, 9)

@@ -112,18 +112,6 @@ def step_is_active(job_id: str, step: str, env: Mapping[str, str]) -> bool | Non
     return True
 
 
-def first_step(job_id: str, env: Mapping[str, str]) -> str | None:
-    """Return the oldest step of a job that srun has started and that has not ended, or None.
-
-    Raises:
-        NoAnswerError: Slurm is absent or does not answer.
-    """
-    rows = ask(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"], env)
-    numbers = [row.strip().rpartition(".")[2] for row in rows.splitlines()]
-    steps = sorted(int(number) for number in numbers if number.isdecimal())
-    return f"{job_id}.{steps[0]}" if steps else None
-
-
 def end_time(label: str, env: Mapping[str, str]) -> int | None:
     """Return the end of a job's time limit, in seconds since the epoch.
 

@@ -26,7 +26,14 @@ KINDS = {
     "usr2": "the signal with which Slurm announces a preemption, to the batch script",
     "requeue": "scontrol requeue of the job, as a preemption without a warning",
 }
-_SIGNALS = {"kill": "SIGKILL", "segv": "SIGSEGV", "abort": "SIGABRT", "stop": "SIGSTOP"}
+# What the sender is asked for on the host of a rank.
+_OF_A_RANK = {
+    "kill": "SIGKILL",
+    "segv": "SIGSEGV",
+    "abort": "SIGABRT",
+    "stop": "SIGSTOP",
+    "step": "step",
+}
 _SECONDS_FOR_A_STEP = 60.0
 _SECONDS_BETWEEN_TRIES = 1.0
 _SECONDS_TO_GO_ON = 600.0  # for a job that waits in the queue or starts its ranks again
@@ -114,16 +121,22 @@ def _happen(label: str, fault: Fault, env: Mapping[str, str]) -> str | None:
         return None
     if listed[0].state != "RUNNING":
         return ""
-    if fault.kind in _SIGNALS:
-        hosts = expand(listed[0].hosts)
-        return _hurt(listed[0].number, fault, random.Random(fault.seed).choice(hosts), env)
+    number = listed[0].number
     try:
-        return _command(label, listed[0].number, fault.kind, env)
+        if fault.kind not in _OF_A_RANK:
+            return _command(label, fault.kind, env)
+        host = random.Random(fault.seed).choice(expand(listed[0].hosts))
+        found = _hurt(number, fault, host, env)
+        if fault.kind != "step" or not found:
+            return found
+        # Not the oldest step: Slurm keeps those of a lost host in its list for a while.
+        slurm.cancel([f"{number}.{found}"], env)
+        return f"{number}.{found}"
     except slurm.NoAnswerError:
         return ""
 
 
-def _command(label: str, number: str, kind: str, env: Mapping[str, str]) -> str:
+def _command(label: str, kind: str, env: Mapping[str, str]) -> str:
     """Hurt the job by a command of Slurm.
 
     Raises:
@@ -131,18 +144,14 @@ def _command(label: str, number: str, kind: str, env: Mapping[str, str]) -> str:
     """
     if kind == "requeue":
         slurm.requeue(label, env)
-    elif kind == "usr2":
-        slurm.signal_batch(label, "USR2", env)
     else:
-        label = slurm.first_step(number, env) or ""
-        if label:
-            slurm.cancel([label], env)
+        slurm.signal_batch(label, "USR2", env)
     return label
 
 
 def _hurt(number: str, fault: Fault, host: str, env: Mapping[str, str]) -> str:
-    """Send a signal to a rank on a host; return its description, "" if there is none."""
-    module = ["-m", "hpctrain.tools.chaos.sender", _SIGNALS[fault.kind], str(fault.seed)]
+    """Send a signal to a rank on a host, or find its step; return the answer, "" without a rank."""
+    module = ["-m", "hpctrain.tools.chaos.sender", _OF_A_RANK[fault.kind], str(fault.seed)]
     step = ["srun", "--quiet", "--overlap", f"--jobid={number}", f"--nodelist={host}"]
     step += ["--nodes=1", "--ntasks=1", "--mpi=none", sys.executable, *module]
     try:

@@ -1,6 +1,8 @@
 """Program that sends a signal to one of the ranks of its job on its host, and prints which.
 
 python -m hpctrain.tools.chaos.sender SIGNAL SEED
+
+With `step` in place of the signal, it prints the number of the rank's step alone.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ from hpctrain.cluster import env_vars, proc
 __all__ = ["main", "ranks"]
 
 _RANK = "HPCTRAIN_RANK"
-_JOB = "SLURM_JOB_ID"
+_JOB, _STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 
 
 def main() -> None:
@@ -24,6 +26,9 @@ def main() -> None:
     found = ranks(os.environ)
     if found:
         rank, pid = random.Random(int(sys.argv[2])).choice(sorted(found.items()))
+        if sys.argv[1] == "step":
+            sys.stdout.write((proc.environment(pid) or {}).get(_STEP, ""))
+            return
         os.kill(pid, signal.Signals[sys.argv[1]])
         sys.stdout.write(f"rank {rank}, process {pid}\n")
 
