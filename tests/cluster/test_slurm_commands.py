@@ -134,8 +134,15 @@ def test_squeue_job_with_all_fields(fake):
     (one,) = slurm.jobs(fake.env, ["70_3"])
     assert (one.label, one.array, one.task, one.state) == ("70_3", "70", "3", "FAILED")
     assert (one.code, one.restarts, one.active, one.uid) == (3, 2, False, "1000")
-    fake.jobs(job("71", State="CANCELLED", exit_code="15"))
-    assert slurm.jobs(fake.env)[0].code == 128 + 15
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [("0", 0), ("768", 3), ("15", 128 + 15), ("0:0", 0), ("3:0", 3), ("0:15", 128 + 15)],
+)
+def test_squeue_exit_code_in_the_formats_of_slurm_22_05_and_24_11(fake, status, code):
+    fake.jobs(job("71", State="CANCELLED", exit_code=status))
+    assert slurm.jobs(fake.env)[0].code == code
 
 
 def test_squeue_jobs_are_sorted_by_job_id(fake):

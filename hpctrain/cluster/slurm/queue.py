@@ -108,13 +108,21 @@ def jobs(
 
 
 def _job(row: Sequence[str]) -> QueuedJob:
-    restarts, status = int(row[9] or 0), int(row[10] or 0)
-    code = status >> 8 & 0xFF or (128 + (status & 0x7F) if status & 0x7F else 0)
+    restarts, code = int(row[9] or 0), _exit_code(row[10] or "0")
     texts = [*row[:9], *row[11:]]
     names = [field.name for field in fields(QueuedJob) if field.name not in ("restarts", "code")]
     job = QueuedJob(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
     # Slurm sets the status to 1 for such a job, which would be read as a signal.
     return replace(job, code=0) if job.refused else job
+
+
+def _exit_code(text: str) -> int:
+    """Return the exit code from the status of wait(2), or from CODE:SIGNAL (Slurm 24.11)."""
+    if ":" in text:
+        code, signal = map(int, text.split(":"))
+    else:
+        code, signal = int(text) >> 8 & 0xFF, int(text) & 0x7F
+    return code or (128 + signal if signal else 0)
 
 
 def _order(job: QueuedJob) -> tuple[int, bool, int]:
