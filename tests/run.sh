@@ -1,14 +1,15 @@
 #!/bin/bash
 # Sets up everything that the tests need, and passes them.
 #
-#     bash tests/run.sh [--all | --gpu [--save DIR] | --planted] [--strict] [--python PROGRAM]
-#                       [options of pytest, such as -n 0 -k resume]
+#     bash tests/run.sh [--all | --gpu [--save DIR] | --planted] [--slurm VERSION] [--strict]
+#                       [--python PROGRAM] [options of pytest, such as -n 0 -k resume]
 #
 #     (nothing)         what a change is likely to break: at most 8 minutes on two cores
 #     --all             every test that needs no GPU
 #     --gpu             what needs a GPU, and the benchmarks of GPUs: at most 8 minutes there;
 #                       --save keeps the results of the tests and the figures in a folder
 #     --planted         plants each known bug in a copy and prints which test finds it
+#     --slurm VERSION   the tests on a real Slurm alone, of this version: 24.11 or newest
 #     --strict          a part of the machine that is missing is a failure; on where $CI is set
 #     --python PROGRAM  use this interpreter and what it has, and set nothing up
 #
@@ -22,11 +23,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Hundreds of interpreters start, and would compile the package each time.
 unset PYTHONDONTWRITEBYTECODE
 
-tier=default strict=${CI:+yes} save='' python=''
+tier=default strict=${CI:+yes} save='' python='' slurm=''
 while :; do
     case "${1:-}" in
     --all | --gpu | --planted) tier=${1#--} ;;
     --strict) strict=yes ;;
+    --slurm) slurm=${2:?--slurm needs a version} && shift ;;
     --save) save=$(realpath -m "${2:?--save needs a folder}") && shift ;;
     --python) python=${2:?--python needs a program} && shift ;;
     *) break ;;
@@ -90,6 +92,11 @@ if [ -z "$python" ]; then
 else
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
+if [ -n "$slurm" ]; then
+    [ -n "$(command -v mmdebstrap)" ] || apt_install mmdebstrap
+    "$python" tests/support/slurm_roots.py "$slurm"
+    export HPCTRAIN_TEST_SLURM=$slurm
+fi
 [ "$tier" = gpu ] || prepare_cluster
 if [ -n "$strict" ] && [ ${#left_out[@]} -gt 0 ]; then
     tell_left_out
@@ -100,7 +107,7 @@ if [ "$tier" = planted ]; then
     "$python" tests/planted "$@"
     exit
 fi
-options=(-rs ${strict:+--strict-parts})
+options=(-rs ${strict:+--strict-parts} ${slurm:+-m slurm})
 [ "$tier" = default ] || options+=("--$tier")
 # Ranks wait for each other, and jobs for Slurm, about half of the time: two workers a core.
 options+=(-n "$((2 * $(nproc)))" --dist loadgroup --no-loadscope-reorder)

@@ -13,6 +13,8 @@ namespace, so that the machine's own network stays as it is. It needs root, and 
 Every node has what makes addresses hard to choose on real ones: a slow second network, a docker0
 with the same address everywhere, and its own name at 127.0.1.1.
 
+$HPCTRAIN_TEST_SLURM chooses another version of Slurm, from `slurm_roots.SUITES`.
+
 Where the package openssh-server is installed, every node has an sshd of its own, with keys that
 last as long as the cluster. The `ssh` in `Cluster.ssh_folder` knows them; nothing is in ~/.ssh.
 """
@@ -32,6 +34,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import slurm_roots
 
 # The prefix of the directories of all clusters.
 NAME = "hpctrain-slurm"
@@ -56,6 +60,15 @@ UNSHARE = ("unshare", "--net", "--uts", "--mount")
 HOLD = (
     'hostname "$1" && mount --bind "$2" /etc/hosts && echo $$'
     " && exec sleep infinity >/dev/null 2>&1"
+)
+# The same in a root with another version of Slurm (slurm_roots.py), with the folders of the machine
+# that hold no system.
+HOLD_IN_ROOT = (
+    'hostname "$1" && mount --make-rprivate / && mount --bind "$3" "$3" && cd "$3"'
+    ' && mount --bind "$2" etc/hosts && for name in $4; do'
+    " case $name in dev|proc|run|sys) how=--rbind;; *) how=--bind;; esac;"
+    ' mount $how "/$name" "$name" || exit; done'
+    " && pivot_root . . && umount --lazy . && echo $$ && exec sleep infinity >/dev/null 2>&1"
 )
 # setns(2) into a mount namespace moves the process to its root: hence the way back.
 ENTER = (
@@ -187,6 +200,8 @@ class Cluster:
         # in it when it is removed.
         self.directory = _parent() / name
         self.configuration = self.directory / "slurm.conf"
+        # Of Slurm, where it is not the machine's own.
+        self.version = os.environ.get("HPCTRAIN_TEST_SLURM", "")
         # Holds an `ssh` that can log in to the nodes: to be put in front of PATH.
         self.ssh_folder = self.directory / "ssh" / "bin"
 
@@ -411,7 +426,8 @@ class Cluster:
         give_up.write_text("#!/bin/sh\nkill -KILL $PPID\n")
         give_up.chmod(0o755)
         # Nothing here uses cgroups; the plugin for the second version would want systemd.
-        (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        plugin = "disabled" if self.version else "cgroup/v1"
+        (self.directory / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
         for host in (SWITCH, *ADDRESSES):
             (self.directory / host / "hosts").write_text(hosts_text(host))
         if shutil.which("sshd", path=_path()):
@@ -437,7 +453,11 @@ class Cluster:
 
     def _hold(self, host: str) -> None:
         """Make the host's namespaces and an orphan that holds them until it is killed."""
-        hold = ["sh", "-c", HOLD, "sh", host, str(self.directory / host / "hosts")]
+        hosts = str(self.directory / host / "hosts")
+        hold = ["sh", "-c", HOLD, "sh", host, hosts]
+        if self.version:
+            root, folders = slurm_roots.root(self.version), " ".join(slurm_roots.shared())
+            hold = ["sh", "-c", HOLD_IN_ROOT, "sh", host, hosts, str(root), folders]
         made = _capture(["setsid", "--fork", *UNSHARE, *hold], self.environ())
         if not made.stdout:
             raise ClusterError(f"cannot make the host {host}: {made.stderr.strip()}")
