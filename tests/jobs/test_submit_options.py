@@ -44,7 +44,7 @@ def submitted(tmp_path, monkeypatch):
         ("--lr-min=-1", {}, "HT523", "argument --lr-min: -1 is not a number from 0 on"),
         ("--epochs two", {}, "HT523", "argument --epochs: invalid whole number value: 'two'"),
         ("--own 1 --lr=-1", {}, "HT523", "argument --lr: -1 is not a number above 0"),
-        ("--precision fp8", {}, "HT523", "argument --precision: invalid choice: 'fp8'"),
+        ("--precision fp4", {}, "HT523", "argument --precision: invalid choice: 'fp4'"),
         ("--recipe none.toml", {}, "HT523", "--recipe none.toml: No such file"),
         ("--recipe t.py", {}, "HT523", "--recipe t.py: no TOML file"),
         ("", {"sweep": {"epochs": [9, 0]}}, "HT523", "argument --epochs: 0 is not"),
