@@ -97,7 +97,7 @@ def test_sbatch_accepts_shipped_scripts(cluster, name):
     assert facts["JobName"] == spec.title
     assert facts["NumNodes"].partition("-")[0] == str(spec.nodes)
     assert facts["Requeue"] == "1"
-    gpus = re.search(r"gres:gpu:(\d+)", str(facts))
+    gpus = re.search(r"gres[:/]gpu:(\d+)", str(facts))  # "/" since Slurm 24.11
     assert int(gpus[1] if gpus else 0) == spec.gpus
 
 

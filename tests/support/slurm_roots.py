@@ -18,10 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-# The suite of Debian that has a version, and what apt has to be told for it.
+# The suite of Debian that has a version, what apt has to be told for it, and more packages.
 SUITES = {
-    "24.11": ("trixie", ()),
-    "newest": ("sid", ('Acquire::Check-Valid-Until "false"',)),
+    "24.11": ("trixie", (), ()),
+    "newest": ("sid", ('Acquire::Check-Valid-Until "false"',), ("apptainer",)),
 }
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "munge"),
@@ -55,7 +55,7 @@ def root(version: str) -> Path:
         KeyError: no suite is known for the version.
         OSError: mmdebstrap is not installed, or fails.
     """
-    suite, options = SUITES[version]
+    suite, options, more = SUITES[version]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = cache / "hpctrain-tests" / f"slurm-{version}"
     if place.is_dir():
@@ -63,7 +63,7 @@ def root(version: str) -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
     folder.chmod(0o755)
-    command = ["mmdebstrap", "--variant=apt", "--quiet", f"--include={','.join(PACKAGES)}"]
+    command = ["mmdebstrap", "--variant=apt", "--quiet", f"--include={','.join((*PACKAGES, *more))}"]
     command += [f"--aptopt={option}" for option in options]
     try:
         done = subprocess.run([*command, suite, str(folder), mirror()], check=False)
