@@ -53,6 +53,7 @@ PARTS = {
 # Properties of a machine, programs without a Debian package, and packages whose programs are tried:
 # --strict-parts does not need them.
 OPTIONAL_PARTS = {
+    "apptainer": "bash tests/run.sh --slurm newest",
     "fp8": "a GPU of compute capability 8.9 or later",
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",

@@ -21,7 +21,7 @@ from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.replica_check import ReplicaCheck
-from hpctrain.training.sharded_state import gathered, held
+from hpctrain.training.sharded_state import held
 from hpctrain.training.state import Position, gather, refuse_nonfinite
 
 __all__ = ["CheckpointManager"]
@@ -142,7 +142,8 @@ class CheckpointManager:
     ) -> None:
         """Collect everything that determines the next step; the ranks write it during training.
 
-        The first rank of each host writes it to memory. Called by all ranks, between two steps.
+        The first rank of each host, or each rank of a backend that divides the state, writes it to
+        memory. Called by all ranks, between two steps.
 
         Args:
             position: position of the run.
@@ -196,14 +197,13 @@ class CheckpointManager:
         self._writer.all_written()
 
     def _save_to_memory(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
-        """Let the first rank of each host copy the whole state to the memory of the host."""
+        """Let the first rank of each host copy the whole state, or each rank what it holds."""
         context, memory = self._context, self._memory
-        wanted = context.world.local_rank == 0
         if context.backend.sharded:
-            state = gathered(context.backend, state, wanted)
+            state, _ = held(context, state)
 
         def save() -> None:
-            if wanted and memory is not None:
+            if memory is not None and memory.writes:
                 memory.save(step, state, facts)
 
         on_all_ranks(context.backend, save)

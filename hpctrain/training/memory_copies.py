@@ -2,11 +2,14 @@
 
 A copy is a checkpoint as on the disk, in the folder of `process/shared_memory`. The first rank of
 each host writes it. The state is the same on all hosts, so any of them can give it to the others.
+
+Over a backend that divides the state, each rank writes its own part, and reads it again: a copy
+counts if every rank has its part of it, on the same host as before.
 """
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ class MemoryCopies:
         env: environment variables, for $HPCTRAIN_MEMORY, $HPCTRAIN_START and $HPCTRAIN_EVIDENCE.
 
     Attributes:
-        writes: whether this rank writes the copies of its host.
+        writes: whether this rank writes copies: those of its host, or of its part of the state.
     """
 
     def __init__(
@@ -67,11 +70,16 @@ class MemoryCopies:
         assert world.node_rank is not None
         self._backend, self._directory, self._run, self._env = context.backend, directory, run, env
         self._folder = Path(env[env_vars.MEMORY])
+        self._divided = context.backend.sharded
         host = world.hosts[world.node_rank]
-        self._place = RunDirectory(shared_memory.place_in(self._folder, host, directory.path))
+        # A part is of a rank among so many, and of no other one.
+        self._part = [world.rank, world.world_size] if self._divided else None
+        self._beside = (world.local_world_size or 1) if self._divided else 1  # that write here
+        whose = f"{host}-{world.rank}" if self._divided else host
+        self._place = RunDirectory(shared_memory.place_in(self._folder, whose, directory.path))
         self._launch, _, attempt = env.get(env_vars.START, "").partition("/")
         self._attempt = int(attempt or 0)
-        self.writes = world.local_rank == 0
+        self.writes = world.local_rank == 0 or self._divided
         self._writer: Writer | None = None
         self._step = 0  # step of the copy that is being written
         self._full = False  # whether a copy could not be written
@@ -104,9 +112,14 @@ class MemoryCopies:
     def newest(self) -> Copy | None:
         """Load and return the newest whole copy that any host has; called by all ranks."""
         starts = on_rank_zero(self._backend, self._starts)
-        self._loaded = self._load(starts)
+        found = set(places(self._place))
+        if self._divided:
+            everywhere = self._backend.gather_object(found)
+            found = on_rank_zero(self._backend, lambda: set.intersection(*everywhere))
+        self._loaded = self._load(starts, found)
         steps = self._backend.gather_object(-1 if self._loaded is None else self._loaded[0])
-        return on_rank_zero(self._backend, lambda: _newest(steps))
+        copy = on_rank_zero(self._backend, lambda: _newest(steps))
+        return copy if copy is None or copy.everywhere or not self._divided else None
 
     def state(self, copy: Copy) -> dict[str, Any]:
         """Return the state of a copy that `newest` has returned; called by all ranks."""
@@ -141,10 +154,14 @@ class MemoryCopies:
         try:
             if self._writer is None:
                 shared_memory.make(self._folder)
-                self._writer = Writer(self._place, keep=1, commit=self._commit, room=self._room)
+                # A rank may have completed its part when another one ends: then both have the
+                # part before.
+                keep = 2 if self._divided else 1
+                self._writer = Writer(self._place, keep=keep, commit=self._commit, room=self._room)
             self._writer.wait()
             self._step = step
-            self._writer.save(step, state, {**facts, "attempt": self._attempt})
+            own = {"attempt": self._attempt, "part": self._part}
+            self._writer.save(step, state, {**facts, **own})
         except OSError as error:
             self._give_up(str(error))
         except CheckpointError as error:
@@ -185,8 +202,9 @@ class MemoryCopies:
     def _room(self, size: int) -> None:
         """Check the memory for a state: that of /dev/shm, and that of the job, which has it, too.
 
-        The copy before stays until the new one is complete.
+        The copies before stay until the new one is complete.
         """
+        size *= self._beside
         first = not places(self._place)
         usage, left = shutil.disk_usage(self._folder), available()
         # A first one is followed by a second. The copy in the buffers of the writer is new, too.
@@ -210,19 +228,24 @@ class MemoryCopies:
                 found.append((int(attempt or 0), line["step"]))
         return found
 
-    def _load(self, starts: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Any]] | None:
+    def _load(
+        self, starts: Sequence[tuple[int, int]], steps: Collection[int]
+    ) -> tuple[int, dict[str, Any]] | None:
         """Return step and state of the newest whole copy on this host that is a part of this run.
 
         Where a later attempt has begun at an earlier step, the run has another course since then.
 
         Args:
             starts: attempt and first step of each start.
+            steps: steps of the copies that may be loaded.
         """
         found = places(self._place)
-        for step in reversed(found):
+        for step in (one for one in reversed(found) if one in steps):
             try:
-                attempt = read_manifest(found[step], step)["attempt"]
-                if any(later > attempt and begun < step for later, begun in starts):
+                manifest = read_manifest(found[step], step)
+                attempt, part = manifest["attempt"], manifest.get("part")
+                other_course = any(later > attempt and begun < step for later, begun in starts)
+                if other_course or part != self._part:
                     continue
                 return step, load(found[step], step, run=self._run)
             except CheckpointError as error:

@@ -5,40 +5,21 @@ parts, writes and reads these parts.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.backends.base import Backend
 from hpctrain.backends.extent import Extent
 from hpctrain.checkpoint import Stored
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.context import Context
 
-__all__ = ["divide", "gathered", "held", "names_of_groups"]
-
-
-def gathered(backend: Backend, state: dict[str, Any], wanted: bool) -> dict[str, Any]:
-    """Return a state with whole tensors in the memory of the host; called by all ranks.
-
-    Each tensor leaves its device at once: a device has no room for all of them.
-
-    Args:
-        backend: backend of the session.
-        state: state with this rank's parts.
-        wanted: whether this rank needs the result; otherwise it has None for each tensor.
-    """
-
-    def whole(tensor: Tensor) -> Tensor | None:
-        all_of_it = backend.whole(tensor)
-        return all_of_it.cpu() if wanted else None
-
-    changed: dict[str, Any] = map_tensors(whole, state)
-    return changed
+__all__ = ["divide", "held", "joined", "names_of_groups"]
 
 
 def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Extent]]:
@@ -76,23 +57,28 @@ def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def divide(context: Context, state: Mapping[str, Any]) -> None:
-    """Choose what this rank reads of the tensors in a checkpoint, or cut it out of whole ones.
+    """Choose what this rank reads of the tensors in a checkpoint.
 
     Args:
         context: context of the training.
-        state: state of an `Opened` checkpoint; or a state with tensors, of which the parameters,
-            their averages and states are replaced.
+        state: state of an `Opened` checkpoint.
     """
     if not context.backend.sharded:
         return
-    for values, name, like in _places(context, state):
-        extent = context.backend.extent(like)
-        convert = partial(context.backend.from_part, like=like)
+    for values, name, like in _places(context, state, lambda like: like.shape):
         if isinstance(values[name], Stored):
+            extent = context.backend.extent(like)
+            convert = partial(context.backend.from_part, like=like)
             values[name].divide(extent.start, extent.stop, convert)
-        else:
-            part = values[name].reshape(-1)[extent.start : extent.stop]
-            values[name] = convert(part.clone())  # not a view, which keeps the whole tensor
+
+
+def joined(context: Context, state: Mapping[str, Any]) -> None:
+    """Make the parts in a state of `held` the parts of this rank again, in place."""
+    if not context.backend.sharded:
+        return
+    backend = context.backend
+    for values, name, like in _places(context, state, lambda like: backend.held(like)[0].shape):
+        values[name] = backend.from_part(values[name], like)
 
 
 def names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
@@ -109,9 +95,15 @@ def names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[i
 
 
 def _places(
-    context: Context, state: Mapping[str, Any]
+    context: Context, state: Mapping[str, Any], shape_of: Callable[[Tensor], torch.Size]
 ) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
-    """Yield where a state has a tensor that is divided as a parameter of this rank."""
+    """Yield where a state has a tensor that is divided as a parameter of this rank.
+
+    Args:
+        context: context of the training.
+        state: the state.
+        shape_of: function that returns the shape which such a tensor has, of its parameter.
+    """
     models = [dict(model.named_parameters(remove_duplicate=False)) for model in context.models]
     averages = state["ema"]["averages"] if "ema" in state else []
     found = [
@@ -131,5 +123,5 @@ def _places(
                 values = saved["state"].get(number, {})
                 found += [(values, key, like) for key in values]
     for values, name, like in found:
-        if isinstance(values[name], (Tensor, Stored)) and values[name].shape == like.shape:
+        if isinstance(values[name], (Tensor, Stored)) and values[name].shape == shape_of(like):
             yield values, name, like

@@ -505,7 +505,7 @@ def _load_newest(
         memory.keep_only(None)
         return loaded, None
     state = memory.state(copy)
-    sharded_state.divide(context, state)
+    sharded_state.joined(context, state)
     memory.keep_only(copy.step)
     logger.info("the state of step %d is from the memory of the hosts", copy.step)
     return (copy.step, state), newest if loaded is None else loaded[0]

@@ -63,7 +63,12 @@ def root(version: str) -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
     folder.chmod(0o755)
-    command = ["mmdebstrap", "--variant=apt", "--quiet", f"--include={','.join((*PACKAGES, *more))}"]
+    command = [
+        "mmdebstrap",
+        "--variant=apt",
+        "--quiet",
+        f"--include={','.join((*PACKAGES, *more))}",
+    ]
     command += [f"--aptopt={option}" for option in options]
     try:
         done = subprocess.run([*command, suite, str(folder), mirror()], check=False)

@@ -20,7 +20,7 @@ KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later b
        file: the stop file $HPCTRAIN_STOP_FILE; request: the file `stop` of the run directory
        crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
        until the file RUN.release exists; copied=N: until all hosts have a copy of the state of
-       step N in memory
+       step N in memory, or all ranks their parts of it over fsdp
        nan, overflow: a loss of NaN or infinity
        flip: a flipped bit of a weight, only at PLACE N
 PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
@@ -76,7 +76,7 @@ class Fault:
         self.place, *more = place.split(":")
         self.always = "always" in more
         self.on_this_rank = not [m for m in more if m.startswith("rank")] or f"rank{rank}" in more
-        self.run = Path(args.run_dir)
+        self.run, self.divided = Path(args.run_dir), args.backend == "fsdp"
         # Beside the run directory, which does not exist before the run.
         self.mark = Path(f"{args.run_dir}.faults", f"{text}-of-{rank}".replace("/", "_"))
 
@@ -118,8 +118,9 @@ class Fault:
                 time.sleep(0.01)
         elif name == "copied":
             copy = f"*/checkpoints/step-{int(self.seconds):08d}"
-            hosts = int(os.environ["HPCTRAIN_NUM_NODES"])
-            while len(list(Path(os.environ["HPCTRAIN_MEMORY"]).glob(copy))) < hosts:
+            number = "HPCTRAIN_WORLD_SIZE" if self.divided else "HPCTRAIN_NUM_NODES"
+            copies = int(os.environ[number])
+            while len(list(Path(os.environ["HPCTRAIN_MEMORY"]).glob(copy))) < copies:
                 time.sleep(0.01)
         elif name == "flip":
             self.flipped.numpy().view("int32").flat[0] ^= 1  # unseen by autograd

@@ -12,6 +12,7 @@ import pytest
 import survivor
 
 from hpctrain import rundir
+from hpctrain.checkpoint import load
 from hpctrain.errors import exit_codes
 from hpctrain.process import shared_memory
 from hpctrain.training import memory_copies
@@ -59,6 +60,12 @@ def damage(copy):
         file.write(b"?")
 
 
+def elements(folder, step):
+    """Return the number of a checkpoint's weights."""
+    (weights,) = load(folder, step, ["model"])["model"]
+    return sum(one.numel() for one in weights.values())
+
+
 def log():
     return Path("run/logs/rank-0.log").read_text()
 
@@ -69,7 +76,9 @@ def done(start):
     return faults.begins("run")
 
 
-@pytest.mark.parametrize("over", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "over", ["ddp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("horovod", "fsdp"))]
+)
 def test_next_attempt_goes_on_from_the_copy_in_memory(attempt, memory, references, lacking, over):
     """Kill a rank, and another one in the next attempt; the end is bit-equal to a quiet run."""
     if over == "horovod" and importlib.util.find_spec("horovod") is None:
@@ -91,6 +100,22 @@ def test_copy_of_another_host_replaces_one_that_is_damaged_or_lost(
 
 
 @pytest.mark.slow
+def test_ranks_of_fsdp_need_all_parts_of_a_copy(attempt, memory, references):
+    """Lose the newest parts of one rank, then all parts of another one."""
+    over = ("--backend", "fsdp")
+    attempt(0, *over, hurt=KILLED)
+    parts = sorted(memory.glob("*/checkpoints/*"))
+    assert [part.name for part in parts] == ["step-00000009", "step-00000012"] * 3
+    whole = elements(Path("run/checkpoints/step-00000008"), 8)
+    assert sum(elements(part, 12) for part in parts[1::2]) == pytest.approx(whole, rel=0.05)
+    shutil.rmtree(parts[1])
+    attempt(1, *over, hurt=("copied=15@17:rank1", "kill@17:rank1"))
+    assert faults.begins("run") == [0, 9]
+    shutil.rmtree(sorted(memory.glob("*"))[2])
+    assert done(attempt(2, *over)) == [0, 9, 16]  # from the disk
+    faults.same("run", references(3, *over), twice=5 + 1)
+
+
 def test_checkpoint_on_the_disk_replaces_copies_that_are_all_damaged(attempt, killed, references):
     for copy in killed:
         damage(copy)

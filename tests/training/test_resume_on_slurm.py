@@ -18,6 +18,7 @@ import faults
 import launches
 import processes
 import pytest
+import slurm_roots
 import survivor
 
 from hpctrain import rundir
@@ -532,6 +533,52 @@ def test_mixed_faults(cluster, check_finished):
     sys.stdout.write(job.run.summary.read_text())
     check_finished(job, options)
     assert not processes.having(str(SURVIVOR))
+
+
+@pytest.fixture
+def containers(cluster, lacking):
+    """Return what `hpctrain run` gets before and after it for ranks in containers of Apptainer.
+
+    The image is a folder with a Debian that has no Python; that of the tests is bound into it.
+    """
+    if cluster.version != "newest":
+        lacking("apptainer", "the hosts have none")
+    settings = {
+        "APPTAINER_USERNS": "1",  # root lacks a right here that it has on a real host
+        "APPTAINER_BIND": f"{launches.TOP},{sys.base_prefix}",
+        "APPTAINERENV_PREPEND_PATH": str(launches.BIN),
+    }
+    before = ("env", *(f"{name}={value}" for name, value in settings.items()))
+    return before, ("--container", str(slurm_roots.root("24.11")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize(
+    ("fault", "restarts"), [("kill@6:rank1", 0), ("usr2@6:rank1", 1)], ids=["kill", "preemption"]
+)
+def test_ranks_in_containers_survive(cluster, check_finished, containers, backend, fault, restarts):
+    """Train in containers of a real Apptainer; kill a rank, or preempt the job."""
+    before, run = containers
+    options = ("--backend", backend, "--epochs", "2")
+    script = (*options, "--pace", "0.25", f"--fault={fault}")
+    more = ("--requeue", "--open-mode=append")
+    job = run_command(cluster, *more, nodes=3, run=run, script=script, before=before)
+    assert job.ended() == ("COMPLETED", 0, restarts), job.log
+    check_finished(job, options)
+    assert len(job.begins()) == 2
+    assert not processes.having(str(SURVIVOR))
+
+
+@pytest.mark.slow
+def test_container_without_the_variables_is_refused(cluster, containers):
+    """Let Apptainer drop the environment."""
+    before, run = containers
+    before = (*before, "APPTAINER_CLEANENV=1")
+    job = run_command(cluster, nodes=3, run=run, before=before)
+    assert job.ended()[:2] == ("FAILED", 2), job.log
+    assert "HT108" in job.log
+    assert "without --cleanenv" in job.log
 
 
 SUBMIT = """
