@@ -57,7 +57,7 @@ def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def divide(context: Context, state: Mapping[str, Any]) -> None:
-    """Choose what this rank reads of the tensors in a checkpoint.
+    """Choose what this rank reads of the tensors in a checkpoint, or cut it out of whole ones.
 
     Args:
         context: context of the training.
@@ -66,10 +66,13 @@ def divide(context: Context, state: Mapping[str, Any]) -> None:
     if not context.backend.sharded:
         return
     for values, name, like in _places(context, state, lambda like: like.shape):
+        extent = context.backend.extent(like)
+        convert = partial(context.backend.from_part, like=like)
         if isinstance(values[name], Stored):
-            extent = context.backend.extent(like)
-            convert = partial(context.backend.from_part, like=like)
             values[name].divide(extent.start, extent.stop, convert)
+        else:  # format 3, which has whole tensors
+            part = values[name].reshape(-1)[extent.start : extent.stop]
+            values[name] = convert(part.clone())  # not a view, which keeps the whole tensor
 
 
 def joined(context: Context, state: Mapping[str, Any]) -> None:
