@@ -236,7 +236,8 @@ def _attempts(
 
 def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str] | None) -> None:
     """Print which rank failed first, because its error is the cause of the other errors."""
-    if first is None and recorded is None and end.code > 128:
+    killed = end.code - 128 in signal.valid_signals()  # srun has other codes above 128, such as 233
+    if first is None and recorded is None and killed:
         name = signal_name(end.code - 128)
         write_stderr(f"hpctrain: {name} ended all ranks at once, as scancel of their step does\n")
     # After a usage error every rank has printed the same few lines.
