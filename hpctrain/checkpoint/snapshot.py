@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.extent import Extent
-from hpctrain.checkpoint.available_memory import available
+from hpctrain.cluster.memory import available
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import env_vars, memory
 from hpctrain.errors import StartError, UsageError
 from hpctrain.launch import guard
 from hpctrain.launch.rank_output import TRACEBACK, Tail
@@ -50,6 +50,8 @@ class Rank:
         ended: time of its end, in seconds of the monotonic clock.
         failure: record of its failure, if it has written one.
         shown: whether its traceback is already on standard error.
+        kills: number of processes here that the kernel had killed for lack of memory before its
+            start.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Rank:
     ended: float = float("inf")
     failure: Failure | None = None
     shown: bool = False
+    kills: int = field(default_factory=memory.kills)
 
     @classmethod
     def start(
@@ -155,6 +158,7 @@ class Rank:
         """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {signal_name(-code)}"
+        how += self._lack_of_memory()
         if brief and self.failure is not None:
             text = self.failure.traceback if not self.shown else ""
             return f"{how}: {self.failure.description}" + (f"\n{text.rstrip()}" if text else "")
@@ -166,6 +170,14 @@ class Rank:
         if not output:
             return f"{how}, without output on standard error"
         return f"{how}. Its last lines:{lines}"
+
+    def _lack_of_memory(self) -> str:
+        """Return that the kernel has killed a process here for lack of memory; else empty."""
+        if memory.kills() <= self.kills:
+            return ""
+        most = memory.limit()
+        limit = "" if most is None else f" (limit of the job on this host: {most / 1e9:.1f} GB)"
+        return f", after the kernel has killed a process of this host for lack of memory{limit}"
 
     def _how_to_install(self, error: str) -> str:
         """Return what to type after the error of a missing package; empty for other errors."""

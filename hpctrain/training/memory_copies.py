@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import Writer, load, places, read_manifest
-from hpctrain.checkpoint.available_memory import available
 from hpctrain.cluster import env_vars
+from hpctrain.cluster.memory import available
 from hpctrain.errors import CheckpointError
 from hpctrain.process import failure_record, shared_memory
 from hpctrain.process.logging import logger

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.checkpoint import Writer, available_memory, folder, load_newest, snapshot
+from hpctrain.checkpoint import Writer, folder, load_newest, snapshot
 from hpctrain.checkpoint.data_files import Team, plan
 from hpctrain.checkpoint.snapshot import Buffers, freeze
 from hpctrain.errors import CheckpointError, UsageError
@@ -513,50 +513,3 @@ def test_checkpoint_writer_close_finishes_the_save(run, gate):
     assert not thread.is_alive()
     assert run.steps() == [1]
     writer.close()
-
-
-def available_memory_of(tmp_path, **files):
-    for name, text in files.items():
-        path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return available_memory.available(tmp_path)
-
-
-MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:   1000 kB\n"
-
-
-def test_available_memory_of_the_machine(tmp_path):
-    assert available_memory.available(tmp_path) is None
-    assert available_memory_of(tmp_path, proc__meminfo=MEMINFO) == 1_024_000
-    assert available_memory.available() > 0
-
-
-def test_available_memory_of_cgroup_v2(tmp_path):
-    group = "sys__fs__cgroup__job__step__"
-    files = {
-        "proc__meminfo": MEMINFO,
-        "proc__self__cgroup": "0::/job/step\n",
-        group + "memory_dot_max": "max\n",
-        group + "memory_dot_current": "5000\n",
-        "sys__fs__cgroup__job__memory_dot_max": "90000\n",
-        "sys__fs__cgroup__job__memory_dot_current": "80000\n",
-        "sys__fs__cgroup__job__memory_dot_stat": "anon 1\ninactive_file 30000\n",
-    }
-    assert available_memory_of(tmp_path, **files) == 40_000
-    files[group + "memory_dot_max"] = "6000\n"
-    assert available_memory_of(tmp_path, **files) == 1_000
-    files[group + "memory_dot_current"] = "7000\n"
-    assert available_memory_of(tmp_path, **files) == 0
-
-
-def test_available_memory_of_cgroup_v1(tmp_path):
-    group = "sys__fs__cgroup__memory__slurm__job_1__"
-    files = {
-        "proc__meminfo": MEMINFO,
-        "proc__self__cgroup": "5:cpu,cpuacct:/x\n4:memory:/slurm/job_1\n0::/\n",
-        group + "memory_dot_limit_in_bytes": "70000\n",
-        group + "memory_dot_usage_in_bytes": "60000\n",
-        group + "memory_dot_stat": "total_inactive_file 500\n",
-    }
-    assert available_memory_of(tmp_path, **files) == 10_500

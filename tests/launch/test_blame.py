@@ -1,6 +1,10 @@
 """`hpctrain run` names the rank that failed first, and shows one traceback."""
 
+import os
+from pathlib import Path
+
 import blame
+import launches
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -67,8 +71,6 @@ with hpctrain.Session(batch_size=4) as session:
 
 @pytest.mark.slow  # `hpctrain run` waits five seconds for the end of the rank
 def test_rank_that_failed_first_is_named_although_it_does_not_end_by_itself(tmp_path):
-    import launches
-
     script = tmp_path / "train.py"
     script.write_text(LINGERS)
     command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
@@ -120,8 +122,6 @@ ZERO = "import hpctrain\nwith hpctrain.Session(batch_size=1):\n    1 / 0\n"
 
 
 def run_failing_ranks(folder, text=ZERO):
-    import launches
-
     script = folder / "train.py"
     script.write_text(text)
     command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
@@ -129,8 +129,6 @@ def run_failing_ranks(folder, text=ZERO):
 
 
 def test_ranks_without_a_session_are_named_at_the_end(tmp_path):
-    import launches
-
     script = tmp_path / "train.py"
     script.write_text("print('trained')\n")
     command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "2", script]
@@ -141,3 +139,48 @@ def test_ranks_without_a_session_are_named_at_the_end(tmp_path):
     done = launches.start(module, tmp_path)
     assert done.returncode == 0
     assert "Session" not in done.stderr
+
+
+GREEDY = """
+import hpctrain
+
+world = hpctrain.detect()
+if world.rank == 1:
+    kept = [bytearray(b"x") * 2**20 for _ in range(10_000)]
+"""
+
+
+@pytest.fixture
+def memory_of_300_mb(lacking):
+    """Make a cgroup with a limit, as Slurm does for a job; return the file to enter it."""
+    top = Path("/sys/fs/cgroup/memory")
+    name, group = "memory.limit_in_bytes", top / f"hpctrain-tests-{os.getpid()}"
+    if not top.is_dir():
+        name, group = "memory.max", Path("/sys/fs/cgroup") / group.name
+    try:
+        group.mkdir()
+    except OSError as error:
+        lacking("mount", f"a cgroup: {error}")
+    try:
+        (group / name).write_text(str(300 * 2**20))
+        yield group / "cgroup.procs"
+    except OSError as error:
+        lacking("mount", f"a cgroup with a limit: {error}")
+    finally:
+        group.rmdir()
+
+
+def test_rank_that_uses_up_the_memory_of_the_job_is_named_with_the_limit(
+    memory_of_300_mb, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(GREEDY)
+    run = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
+    done = launches.start(
+        ["sh", "-c", 'echo $$ >"$0"; exec "$@"', memory_of_300_mb, *run], tmp_path
+    )
+    assert (
+        "rank 1 failed first, with signal SIGKILL, after the kernel has killed a process of this "
+        "host for lack of memory (limit of the job on this host: 0.3 GB)"
+    ) in done.stderr
+    assert done.returncode == 128 + 9

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from hpctrain.checkpoint import Writer
-from hpctrain.checkpoint.available_memory import available
 from hpctrain.cluster.env_vars import RUN_DIR
+from hpctrain.cluster.memory import available
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.tools.bench.figures import Results, compare
