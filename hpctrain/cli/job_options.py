@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _REPEATED = {
     "environment": ("--env", "NAME=VALUE"),
     "extra": ("--extra", "NAME[=VALUE]"),
     "sweep": ("--sweep", "NAME=V1,V2"),
+    "part": ("--part", "NAME=VALUE,…"),
     "modules": ("--module", "NAME"),
     "setup": ("--setup", "LINE"),
     "finish": ("--finish", "LINE"),
@@ -185,12 +187,20 @@ def _read(name: str, value: Any) -> Any:
                 for entry in value}  # fmt: skip
     if name == "sweep":
         return _grid(value)
+    if name == "part":
+        return [_part(entry) for entry in value]
     return value
 
 
 def _grid(value: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each axis of a grid."""
     return {axis: values.split(",") for axis, values in (_pair("sweep", entry) for entry in value)}
+
+
+def _part(text: str) -> dict[str, str]:
+    """Return the values of one more part, with the names of JobSpec."""
+    pairs = (_pair("part", entry) for entry in re.split(r",(?=[a-z-]+=)", text))
+    return {name.replace("-", "_"): value for name, value in pairs}
 
 
 def _pair(name: str, text: str) -> tuple[str, str]:

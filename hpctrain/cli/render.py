@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpctrain.cli.job_options import add_job_options, spec_from
 from hpctrain.errors import UsageError
+from hpctrain.jobs.schedulers import SCHEDULERS
 from hpctrain.jobs.script import render
 
 __all__ = ["add"]
@@ -17,16 +18,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes a script for sbatch to standard output, as `hpctrain submit` would, without asking "
         "Slurm or starting a process. Its log is in the folder of the submission, as Slurm makes "
-        "no folder, and it runs the code as it is."
+        "no folder, and it runs the code as it is. With --scheduler, the script is for qsub of "
+        "PBS, bsub of LSF or flux batch."
     )
     parser.add_argument("-o", "--to", metavar="FILE", help="new file for the script")
+    parser.add_argument(
+        "--scheduler",
+        choices=SCHEDULERS,
+        default="slurm",
+        help="scheduler that the script is for (default: %(default)s)",
+    )
     add_job_options(parser)
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
     # As bytes, because the terminal may have another encoding than the file.
-    script = render(spec_from(arguments)).encode(errors="surrogateescape")
+    text = render(spec_from(arguments), scheduler=arguments.scheduler)
+    script = text.encode(errors="surrogateescape")
     if arguments.to is None:
         sys.stdout.buffer.write(script)
         sys.stdout.buffer.flush()

@@ -78,7 +78,7 @@ def send(
             ) from None
         job_id = executor.submit(work).job_id
         run_dir = job_paths.run_directory(spec, job_id, None, env).absolute()
-        record = JobRecord(folder, job_id, spec.nodes * spec.tasks, run_dir, spec.title)
+        record = JobRecord(folder, job_id, spec.ranks, run_dir, spec.title)
         record.write()
     return Job(record)
 
@@ -162,5 +162,5 @@ class _Executor(submitit.SlurmExecutor):
         submitted = submission.send(spec, self._env)
         for note in submitted.notes:
             logger.warning("%s", note)
-        tasks = list(range(spec.nodes * spec.tasks))
+        tasks = list(range(spec.ranks))
         return submitit.SlurmJob(folder=folder, job_id=submitted.job, tasks=tasks)

@@ -9,7 +9,7 @@ from hpctrain.cluster import env_vars
 from hpctrain.errors import UsageError
 from hpctrain.jobs.job_environment import environ
 from hpctrain.jobs.log_names import filled
-from hpctrain.jobs.script import LOG, LOG_OF_ARRAY
+from hpctrain.jobs.schedulers import LOG, LOG_OF_ARRAY
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["log", "log_folder", "log_size", "pattern", "run_directory"]

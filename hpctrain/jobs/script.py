@@ -6,21 +6,15 @@
 import os.path
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
-from hpctrain.jobs.quoting import directive, quote
+from hpctrain.jobs.quoting import quote
+from hpctrain.jobs.schedulers import SCHEDULERS
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["LOG", "LOG_OF_ARRAY", "is_python", "render"]
-
-# Default names of the log. Source: "filename pattern" of sbatch(1).
-LOG = "%x-%j.log"
-LOG_OF_ARRAY = "%x-%A_%a.log"
-
-# Fields that have sbatch's own names.
-_AS_THEY_ARE = ("partition", "account", "qos", "constraint", "exclude", "dependency")
+__all__ = ["is_python", "render"]
 
 _WIDTH = 100
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
@@ -49,22 +43,26 @@ done
 _CONDA = 'eval "$("${{CONDA_EXE:-conda}}" shell.bash hook)" && conda activate {name} || exit 2'
 
 
-def render(spec: JobSpec, tree: str = "") -> str:
+def render(spec: JobSpec, tree: str = "", scheduler: str = "slurm") -> str:
     """Return the text of the script that runs a job; the same spec gives the same text.
 
     Args:
         spec: description of the job.
         tree: snapshot of the code that the job runs; empty for the code as it is.
+        scheduler: a name of `SCHEDULERS`.
 
     Raises:
-        UsageError: options of a command, but no command.
+        UsageError: options of a command, but no command; the scheduler has nothing for a field.
     """
-    signal = spec.signal if spec.signal_seconds else ""
+    chosen = SCHEDULERS[scheduler]
+    signal = spec.signal if chosen.signals and spec.signal_seconds else ""
+    count = [] if chosen.tasks else ["--nproc-per-node", str(spec.tasks)]
     return _joined(
-        _head(spec),
+        _head(spec.about, chosen.lines(scheduler, spec)),
         "\n".join([_GUARD, *([_IGNORE.format(signal=signal)] if signal else [])]),
+        chosen.setup,
         _environment(spec),
-        _wrapped(["exec", *_run(spec, tree), '"$@"']),
+        _wrapped(["exec", *chosen.before_run(spec), *_run(spec, tree, count), '"$@"']),
     )
 
 
@@ -83,46 +81,9 @@ def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _head(spec: JobSpec) -> str:
-    lines = [f"# {printable(line)}".rstrip() for line in spec.about.strip().splitlines()]
-    options = [directive(name, value) for name, value in _directives(spec)]
-    return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), *options])
-
-
-def _directives(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
-    """Yield options and their values; None for an option without a value."""
-    # With `launcher = none` the defaults are left out, so that sbatch's own line decides.
-    alone = spec.launcher == "none"
-    nodes = spec.nodes + spec.spares
-    throttle = f"%{spec.throttle}" if spec.throttle else ""
-    yield "job-name", spec.title
-    for name, value in (
-        ("nodes", "" if alone and nodes == 1 else nodes),
-        (
-            "ntasks-per-node",
-            (spec.tasks_per_node or "") if alone and spec.tasks == 1 else spec.tasks,
-        ),
-        ("gpus-per-node", spec.gpus and spec.gpus_per_node),
-        ("cpus-per-task", spec.cpus_per_task),
-        ("mem", spec.memory),
-        ("time", spec.time),
-        *((name, getattr(spec, name)) for name in _AS_THEY_ARE),
-        ("array", spec.indices and f"{spec.indices}{throttle}"),
-    ):
-        if value:
-            yield name, str(value)
-    yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
-    # Without it, each start empties the log.
-    yield "open-mode", "append"
-    if spec.signal_seconds:
-        # B: signal only the batch shell, which has the trap.
-        yield "signal", f"B:{spec.signal}@{spec.signal_seconds}"
-    yield "requeue" if spec.requeue else "no-requeue", None
-    if spec.elastic or spec.spares:
-        yield "no-kill", None
-    for name, extra in spec.extra.items():
-        if extra is not False:
-            yield name, None if extra is True else str(extra)
+def _head(about: str, directives: Sequence[str]) -> str:
+    lines = [f"# {printable(line)}".rstrip() for line in about.strip().splitlines()]
+    return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), *directives])
 
 
 def _environment(spec: JobSpec) -> str:
@@ -142,8 +103,13 @@ def _environment(spec: JobSpec) -> str:
     return "\n".join(lines)
 
 
-def _run(spec: JobSpec, tree: str) -> list[str]:
+def _run(spec: JobSpec, tree: str, count: Sequence[str]) -> list[str]:
     """Return the words of `hpctrain run`, each quoted for bash.
+
+    Args:
+        spec: description of the job.
+        tree: snapshot of the code, or empty.
+        count: option for the number of ranks on each host, or none.
 
     Raises:
         UsageError: options of a command, but no command.
@@ -151,7 +117,7 @@ def _run(spec: JobSpec, tree: str) -> list[str]:
     if spec.sweep and not spec.command:
         raise UsageError("HT803", "sweep without a command", "the command that gets these options")
     program, words = _program(spec)
-    options: list[str] = ["--code", tree] if tree else []
+    options = [*count, *(["--code", tree] if tree else [])]
     if spec.launcher == "none":
         options.append("--once")
     elif spec.launcher == "srun" or spec.container_runtime == "pyxis":

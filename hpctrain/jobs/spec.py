@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from dataclasses import field as dataclass_field
 from typing import Any
 
@@ -34,7 +34,8 @@ _NO_NAMES = ("", ".", "..")
 _ONE_OF = (
     ("array", "sweep"), ("venv", "conda"), ("venv", "stage_environment"),
     ("conda", "stage_environment"), ("container", "venv"), ("container", "conda"),
-    ("container", "stage_environment"), ("container", "elastic"),
+    ("container", "stage_environment"), ("container", "elastic"), ("part", "array"),
+    ("part", "sweep"), ("part", "spares"), ("part", "elastic"),
 )  # fmt: skip
 _NEEDS = (
     ("throttle", "array or sweep", "indices"), ("container_runtime", "container", "container"),
@@ -111,6 +112,9 @@ class JobSpec:
     constraint: str = _line("features that hosts must have", "EXPR")
     exclude: str = _line("hosts not to use", "HOSTS")
     dependency: str = _line("jobs to wait for, such as afterok:123", "JOBS")
+    part: tuple[Mapping[str, Any], ...] = _field(
+        values.parts, (),
+        "one more part of a heterogeneous job, with what differs from the first part")
     array: str = _line("array indices, such as 0-5 or 1,3,7; one task for each", "INDICES")
     sweep: tuple[tuple[tuple[str, str], ...], ...] = _field(
         values.sweep, (), "options and values to try: a grid, or a list of settings")
@@ -172,6 +176,8 @@ class JobSpec:
                 problems.append((f"{field.name} = {_shown(value)}", str(error)))
         if problems := problems or [*self._contradictions()]:
             raise complaint(problems)
+        if self.part:
+            _ = self.parts  # checks their values
 
     @property
     def gpus(self) -> int:
@@ -182,6 +188,17 @@ class JobSpec:
     def tasks(self) -> int:
         """The number of ranks on each node."""
         return self.tasks_per_node or self.gpus or 1
+
+    @property
+    def parts(self) -> tuple["JobSpec", ...]:
+        """The parts of a heterogeneous job as jobs of their own; other jobs have one part."""
+        first = replace(self, part=())
+        return first, *(replace(first, **values) for values in self.part)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of all parts."""
+        return sum(part.nodes * part.tasks for part in self.parts)
 
     @property
     def signal_seconds(self) -> int:

@@ -36,8 +36,8 @@ def check(spec: JobSpec) -> None:
     from hpctrain.arguments import early_check  # only for such scripts, as it is slow
 
     # With one task, `hpctrain run` starts a rank for each GPU that it finds.
-    is_certain = spec.launcher != "none" and (spec.tasks > 1 or spec.gpus == 1)
-    ranks = spec.nodes * spec.tasks if is_certain else None
+    is_certain = spec.launcher != "none" and (spec.ranks > spec.nodes or spec.gpus == 1)
+    ranks = spec.ranks if is_certain else None
     complete = not (spec.dependency or spec.setup)
     for setting in spec.sweep or ((),):
         more = [word for name, value in setting for word in (f"--{name}", value)]

@@ -20,6 +20,7 @@ __all__ = [
     "line",
     "name",
     "one_of",
+    "parts",
     "string",
     "strings",
     "sweep",
@@ -38,6 +39,11 @@ _FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 _LONGEST_LINE = 1000
 LONGEST_NAME = 200
 _MOST_SETTINGS = 10_000
+# What the parts of a heterogeneous job may have of their own.
+PART_FIELDS = (
+    *("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "memory"),
+    *("partition", "constraint", "exclude"),
+)
 
 
 def integer(lowest: int, highest: int = 10**6) -> Callable[[Any], int]:
@@ -173,6 +179,17 @@ def extra(value: Any) -> dict[str, str | bool]:
             raise ValueError(f"no {name}: that is {OWN_OPTIONS[field]}")
         options[name] = content if isinstance(content, bool) else line(_value(content))
     return options
+
+
+def parts(value: Any) -> tuple[dict[str, Any], ...]:
+    """Check more parts of a job; the values are checked with those of the job."""
+    known = ", ".join(PART_FIELDS)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
+        raise ValueError(f"a list of tables with {known}")
+    for name in itertools.chain.from_iterable(value):
+        if name not in PART_FIELDS:
+            raise ValueError(f"parts with {known}, not {name!r}")
+    return tuple(dict(one) for one in value)
 
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:

@@ -2,7 +2,7 @@
 
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import env_vars, slurm
@@ -68,12 +68,15 @@ class InSlurm(JobHosts):
             counts = list(rank_environment.layout(nproc, [0] * len(names)))
         super().__init__(dict(zip(names, counts, strict=True)), inside)
         self._env = env
+        self._parts = slurm.hosts_of_parts(env)
+        # Only the tasks of the first part get it: tried with 22.05.
+        self.broadcasts = self.broadcasts and not self._parts
 
     def present(self, launch: str) -> list[str]:
         """Return the hosts that are still in the job; Slurm itself ends the tasks of a step."""
         del launch
         try:
-            in_job = set(expand(slurm.hosts_left(self._env["SLURM_JOB_ID"], self._env)))
+            in_job = set(expand(slurm.hosts_left(slurm.ids_of_parts(self._env), self._env)))
         except slurm.NoAnswerError as error:
             write_stderr(
                 f"hpctrain: squeue did not list the hosts of the job, so all are used: {error}\n"
@@ -100,16 +103,26 @@ class InSlurm(JobHosts):
         """Return an srun that starts an agent on each host."""
         environ = {name: value for name, value in environ.items() if name not in _OF_THE_STEP}
         environ[env_vars.AGENT] = self._plan(hosts, attempt)
-        count = len(hosts)
-        command = [
-            # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
-            *("srun", "--quiet", "--overlap", "--kill-on-bad-exit=1", "--mpi=none"),
-            *("--unbuffered", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
-            *(f"--nodelist={compress(hosts)}", sys.executable, "-m", "hpctrain.launch.agent"),
-        ]
+        agent = [sys.executable, "-m", "hpctrain.launch.agent"]
+        # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
+        how = ["--quiet", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered"]
+        command = ["srun"]
+        for group, names in self._groups(hosts):
+            count = len(names)
+            command += [":"] if len(command) > 1 else []
+            command += [*group, *how, f"--nodes={count}", f"--ntasks={count}"]
+            command += ["--ntasks-per-node=1", f"--nodelist={compress(names)}", *agent]
         step = attempt.folder / "step"
         step.mkdir(mode=0o700)
         return command, environ, step / "exit-status"
+
+    def _groups(self, hosts: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
+        """Yield srun's option for each part of the job, and those of the hosts that are in it."""
+        for number, part in enumerate(self._parts):
+            if names := [host for host in hosts if host in part]:
+                yield [f"--het-group={number}"], names
+        if not self._parts:
+            yield [], list(hosts)
 
 
 class Once(InSlurm):
@@ -161,17 +174,20 @@ class Direct(Once):
         self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
     ) -> tuple[list[str], dict[str, str], Path]:
         """Return an srun with the layout of the job."""
-        del hosts
         environ = {name: value for name, value in environ.items() if name != _EXPORT}
-        cpus = environ.get("SLURM_CPUS_PER_TASK")
-        command = ["srun", "--quiet", "--kill-on-bad-exit=1"]
-        # Not every version of Slurm passes it from sbatch to srun.
-        command += [f"--cpus-per-task={cpus}"] if cpus else []
+        how = ["--quiet", "--kill-on-bad-exit=1"]
         if self._inside.container:
             folder = environ.get("SLURM_SUBMIT_DIR", ".")
-            names = self._inside.variables
-            command += pyxis(self._inside.container, folder, environ, names)
-        return [*command, *attempt.command], environ, attempt.folder / "exit-status-0"
+            how += pyxis(self._inside.container, folder, environ, self._inside.variables)
+        command = ["srun"]
+        for group, _ in self._groups(hosts):
+            suffix = group[0].replace("--het-group=", "_HET_GROUP_") if group else ""
+            cpus = environ.get(f"SLURM_CPUS_PER_TASK{suffix}")
+            command += [":"] if len(command) > 1 else []
+            # Not every version of Slurm passes the CPUs from sbatch to srun.
+            command += [*group, *how, *([f"--cpus-per-task={cpus}"] if cpus else [])]
+            command += attempt.command
+        return command, environ, attempt.folder / "exit-status-0"
 
 
 def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:

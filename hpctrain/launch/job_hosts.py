@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
@@ -59,7 +58,7 @@ class JobHosts(ABC):
         agents: see `Hosts`.
     """
 
-    broadcasts: ClassVar[bool] = False
+    broadcasts: bool = False
     agents: bool = True
 
     def __init__(self, counts: Mapping[str, int], inside: Inside | None = None) -> None:

@@ -66,6 +66,7 @@ def own_environment(env: Mapping[str, str]) -> dict[str, str]:
             f"hpctrain: {env_vars.RUN_DIR} is ignored: it is that of the job that called sbatch\n"
         )
     own.pop(env_vars.STOP_FILE, None)
+    own = slurm.of_all_parts(own)
     if any(map(own.get, env_vars.OF_A_SHELL)):
         # In a task of srun, it is that of the step.
         tasks, hosts = own.get("SLURM_NTASKS_PER_NODE", "1"), hosts_of_job(own)

@@ -6,6 +6,7 @@ _on_slurm.py call the real ones.
 
 import time
 
+import environments
 import fake_slurm
 import pytest
 from fake_slurm import job
@@ -74,7 +75,7 @@ def test_missing_or_strange_slurm_gives_no_job_state(fake, tmp_path):
     assert slurm.job_state("70", nowhere) is None
     assert slurm.step_is_active("70", "0", nowhere) is None
     with pytest.raises(slurm.NoAnswerError, match="squeue"):
-        slurm.hosts_left("70", nowhere)
+        slurm.hosts_left(["70"], nowhere)
     fake.jobs(None)
     fake.command("scontrol", "a notice of the site")
     assert slurm.job_state("70", fake.env) is None
@@ -114,11 +115,11 @@ def test_step_is_active_or_has_ended(fake):
 
 def test_hosts_that_remain_in_a_job(fake):
     fake.command("squeue", "72 node5\n70 node[1,3]\n71 ")
-    assert slurm.hosts_left("70", fake.env) == "node[1,3]"  # the last task of an array
-    assert slurm.hosts_left("71", fake.env) == ""  # it lost its only host
+    assert slurm.hosts_left(["70"], fake.env) == "node[1,3]"  # the last task of an array
+    assert slurm.hosts_left(["71"], fake.env) == ""  # it lost its only host
     fake.command("squeue", error=UNKNOWN, code=1)
     with pytest.raises(slurm.NoAnswerError, match="Invalid job id"):
-        slurm.hosts_left("70", fake.env)
+        slurm.hosts_left(["70"], fake.env)
 
 
 def test_squeue_jobs_with_any_name(fake):
@@ -148,6 +149,36 @@ def test_squeue_exit_code_in_the_formats_of_slurm_22_05_and_24_11(fake, status, 
 def test_squeue_jobs_are_sorted_by_job_id(fake):
     fake.jobs(*(job(one) for one in ("9_[4-7%2]", "9_10", "10", "9_2", "8")))
     assert [one.label for one in slurm.jobs(fake.env)] == ["8", "9_2", "9_10", "9_[4-7%2]", "10"]
+
+
+def test_squeue_parts_of_a_heterogeneous_job_are_one_job(fake):
+    fake.jobs(
+        job("70", JobArrayID="70+1", JobID="71", NodeList="node[2-3]"),
+        job("70", JobArrayID="70+0", NodeList="node1", NumNodes="1", State="COMPLETING"),
+        job("9"),
+    )
+    single, whole = slurm.jobs(fake.env)
+    assert (whole.label, whole.number, whole.state) == ("70", "70", "COMPLETING")
+    assert (whole.nodes, whole.hosts) == ("3", "node1,node[2-3]")
+    assert (single.label, single.nodes) == ("9", "2")
+
+
+def test_hosts_and_tasks_of_all_parts_of_a_heterogeneous_job():
+    env = environments.load("het-batch-shell")["ranks"][0]["env"]
+    assert slurm.hosts_of_parts(env) == [["node2"], ["node3", "node4"]]
+    assert slurm.ids_of_parts(env) == ["1", "2"]
+    whole = slurm.of_all_parts(env)
+    assert whole["SLURM_JOB_NODELIST"] == "node2,node[3-4]"
+    assert whole["SLURM_TASKS_PER_NODE"] == "2,1(x2)"
+    assert (whole["SLURM_JOB_NUM_NODES"], whole["SLURM_NTASKS"]) == ("3", "4")
+    assert slurm.of_all_parts(whole) == whole
+
+
+def test_job_without_parts_stays_as_it_is():
+    env = environments.load("batch-shell")["ranks"][0]["env"]
+    assert slurm.hosts_of_parts(env) == []
+    assert slurm.ids_of_parts(env) == [env["SLURM_JOB_ID"]]
+    assert slurm.of_all_parts(env) == env
 
 
 def test_squeue_leaves_out_forgotten_jobs_and_reports_a_silent_controller(fake):

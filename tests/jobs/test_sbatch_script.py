@@ -120,6 +120,67 @@ def test_render_about_text_stays_a_comment():
     ]
 
 
+# --- other schedulers
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "lsf", "flux"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("qos", "normal"), ("constraint", "a100"), ("exclude", "node1"), ("max_restarts", 3),
+        ("extra", {"exclusive": True}), ("sweep", {"lr": [1]}), ("elastic", True), ("spares", 1),
+        ("part", [{"nodes": 2}]), ("container", "a.sif"), ("stage_data", "/data"),
+        ("requeue_plain", True), ("finish", ["date"]), ("launcher", "srun"),
+    ],
+)  # fmt: skip
+def test_other_scheduler_refuses_what_its_scripts_cannot_say(scheduler, name, value):
+    spec = JobSpec(command="python train.py", **{name: value})
+    with pytest.raises(UsageError, match=f"{name}.* with the scheduler {scheduler}") as caught:
+        render(spec, scheduler=scheduler)
+    assert caught.value.code == "HT801"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "more", "found"),
+    [
+        ("pbs", {"array": "1,3"}, "array = 1,3"),
+        ("pbs", {"array": "4"}, "array = 4"),
+        ("pbs", {"dependency": "singleton"}, "dependency = singleton"),
+        ("pbs", {"output": "%j.log"}, "output = %j.log"),
+        ("pbs", {"memory": "0"}, "memory = 0"),
+        ("pbs", {"gpus_per_node": "a100:4"}, "gpus_per_node = a100:4"),
+        ("pbs", {"partition": "a b"}, "partition = 'a b'"),
+        ("pbs", {"account": "a\n#PBS -q b"}, "account = "),
+        ("lsf", {"array": "0-5"}, "array = 0-5"),
+        ("lsf", {"dependency": "afterok:1,afterok:2"}, "dependency = afterok:1,afterok:2"),
+        ("lsf", {"name": 'x" -q y'}, "name = "),
+        ("lsf", {"output": "%N.log"}, "output = %N.log"),
+        ("flux", {"array": "1-5"}, "array with the scheduler flux"),
+        ("flux", {"memory": "4G"}, "memory with the scheduler flux"),
+    ],
+)
+def test_other_scheduler_refuses_values_that_it_would_read_otherwise(scheduler, more, found):
+    with pytest.raises(UsageError, match=re.escape(found)):
+        render(JobSpec(**{"command": "python train.py", **more}), scheduler=scheduler)
+
+
+def test_command_in_a_job_of_another_scheduler_gets_the_signal_once_before_the_end(tmp_path):
+    """Run the script by bash, with a time limit of 4 s and a margin of 3 s."""
+    program = tmp_path / "hpctrain"
+    program.write_text(
+        '#!/bin/bash\necho "$@" >words; trap "echo signal >>signals; exit 75" USR2\n'
+        "echo ready; while :; do sleep 0.05; done\n"
+    )
+    program.chmod(0o755)
+    text = render(JobSpec(command="python x.py", time="4s", signal_time=3), scheduler="pbs")
+    (tmp_path / "job.sh").write_text(text)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_O_WORKDIR": str(tmp_path), "HOME": "/"}
+    done = subprocess.run(["bash", "job.sh"], env=env, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 75
+    assert (tmp_path / "words").read_text() == "run --nproc-per-node 1 x.py\n"
+    assert (tmp_path / "signals").read_text() == "signal\n"
+
+
 def test_render_refuses_options_without_command():
     with pytest.raises(UsageError, match="without a command"):
         render(JobSpec(launcher="none", sweep={"lr": [1]}))

@@ -560,6 +560,42 @@ def test_srun_starts_one_agent_on_each_host(slurm, tmp_path):
     assert {"--kill-on-bad-exit=1", "--overlap", "--mpi=none"} < set(words)
 
 
+TWO_PARTS = {
+    **JOB,
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "815",
+    "SLURM_JOB_ID_HET_GROUP_1": "816",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "node1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]",
+}
+
+
+@pytest.mark.parametrize(
+    ("used", "parts"),
+    [
+        (["node1", "node3"], [("--het-group=0", "node1", 1), ("--het-group=1", "node3", 1)]),
+        (["node2", "node3"], [("--het-group=1", "node[2-3]", 2)]),
+    ],
+)
+def test_srun_starts_an_agent_on_each_host_of_all_parts_of_a_job(slurm, tmp_path, used, parts):
+    started_plan(InSlurm(TWO_PARTS), used, slurm, tmp_path)
+    (called,) = slurm.calls.read_text().splitlines()
+    commands = called.removeprefix("srun ").split(" : ")
+    assert len(commands) == len(parts)
+    for command, (group, names, count) in zip(commands, parts, strict=True):
+        words = command.split()
+        assert words[0] == group
+        assert {f"--nodes={count}", f"--ntasks={count}", f"--nodelist={names}"} < set(words)
+        assert {"--kill-on-bad-exit=1", "--overlap", "--mpi=none"} < set(words)
+        assert words[-3:] == [sys.executable, "-m", "hpctrain.launch.agent"]
+
+
+def test_hosts_left_in_all_parts_of_a_job(slurm):
+    slurm.command("squeue", "815 node1\n816 node3\n817 node2")
+    assert InSlurm({**TWO_PARTS, **slurm.env}).present("") == ["node1", "node3"]
+    assert "--job=815,816" in slurm.calls.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [

@@ -535,6 +535,44 @@ def test_mixed_faults(cluster, check_finished):
     assert not processes.having(os.getcwd(), "environ")
 
 
+HETEROGENEOUS = """
+name = "survivor"
+nodes = 1
+tasks_per_node = 1
+run_dir = "run"
+time = "10m"
+[[part]]
+nodes = 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize(
+    ("fault", "restarts"), [("kill@6:rank2", 0), ("usr2@6:rank1", 1)], ids=["kill", "preemption"]
+)
+def test_heterogeneous_job_is_one_world_and_survives(
+    cluster, check_finished, backend, fault, restarts
+):
+    """Train on all parts of a heterogeneous job; kill a rank, or preempt the job."""
+    options = ("--backend", backend, "--epochs", "2")
+    script = [*faults.OPTIONS, *options, "--pace", "0.25", f"--fault={fault}"]
+    Path("job.toml").write_text(HETEROGENEOUS)
+    command = ["hpctrain", "submit", "job.toml", "--", launches.PYTHON, SURVIVOR, *script]
+    env = launches.on_cluster(cluster, OMP_NUM_THREADS="1")
+    done = cluster.run([*map(str, command)], env=env)
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip())
+    job.until(job.run.steps)
+    shown = cluster.run(["hpctrain", "status", job.number], env=env).stdout
+    assert "3 node1,node[2-3]" in shown
+    ended = job.ended()
+    log = "".join(path.read_text() for path in Path("runs").glob("*.log"))
+    assert ended == ("COMPLETED", 0, restarts), log
+    assert len(job.begins()) == 2
+    check_finished(job, options)
+
+
 @pytest.fixture
 def containers(cluster, lacking):
     """Return what `hpctrain run` gets before and after it for ranks in containers of Apptainer.

@@ -22,6 +22,7 @@ from hpctrain.cluster.slurm.nodes import (
     partitions,
     slurmd_address,
 )
+from hpctrain.cluster.slurm.parts import hosts_of_parts, ids_of_parts, of_all_parts
 from hpctrain.cluster.slurm.queue import QueuedJob, jobs
 from hpctrain.cluster.slurm.states import (
     ENDED,
@@ -51,9 +52,12 @@ __all__ = [
     "excludable",
     "exclude",
     "hosts_left",
+    "hosts_of_parts",
+    "ids_of_parts",
     "is_label",
     "job_state",
     "jobs",
+    "of_all_parts",
     "partitions",
     "qualities",
     "requeue",

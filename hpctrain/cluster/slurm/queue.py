@@ -102,9 +102,24 @@ def jobs(
     if any(len(row) != len(_COLUMNS) for row in rows) or (output.strip() and not rows):
         raise NoAnswerError(f"squeue: no answer that can be read: {output[:200]!r}")
     try:
-        return sorted((_job(row) for row in rows), key=_order)
+        return sorted(_joined([_job(row) for row in rows]), key=_order)
     except ValueError as error:
         raise NoAnswerError(f"squeue: no answer that can be read: {error}") from None
+
+
+def _joined(listed: Sequence[QueuedJob]) -> list[QueuedJob]:
+    """Return the jobs with the parts of each heterogeneous job, 70+0 and 70+1, as one job, 70."""
+    found: dict[str, QueuedJob] = {}
+    for job in sorted(listed, key=lambda job: int(job.label.partition("+")[2] or 0)):
+        label, plus, _ = job.label.partition("+")
+        first = found.get(label)
+        if not plus or first is None:
+            found[label] = replace(job, label=label)
+            continue
+        nodes = str(int(first.nodes) + int(job.nodes))
+        hosts = ",".join(filter(None, (first.hosts, job.hosts)))
+        found[label] = replace(first, nodes=nodes, hosts=hosts)
+    return list(found.values())
 
 
 def _job(row: Sequence[str]) -> QueuedJob:

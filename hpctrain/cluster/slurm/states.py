@@ -1,7 +1,7 @@
 """The state of a job or a step, the end of a job's time limit, and a job's remaining hosts."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.cluster.slurm.command import NoAnswerError, ask
@@ -132,17 +132,18 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
     return int(end[1]) if end else None
 
 
-def hosts_left(job_id: str, env: Mapping[str, str]) -> str:
+def hosts_left(job_ids: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the current hosts of a job as a Slurm host list, without the hosts that it lost.
 
     Args:
-        job_id: id of the job; for a task of an array, the id of this task.
+        job_ids: id of the job, or of each of its parts; for a task of an array, of this task.
         env: environment of the command.
 
     Raises:
         NoAnswerError: squeue is absent, failed, or did not answer within a minute.
     """
     # For the last task of an array, whose id is that of the array, squeue prints all tasks.
-    argv = ["squeue", "--noheader", f"--job={job_id}", "--format=%A %N"]
+    argv = ["squeue", "--noheader", f"--job={','.join(job_ids)}", "--format=%A %N"]
     rows = [row.split() for row in ask(argv, env, _SECONDS_FOR_HOSTS).splitlines()]
-    return next((row[1] for row in rows if row[:1] == [job_id] and len(row) > 1), "")
+    hosts = {row[0]: row[1] for row in rows if len(row) > 1 and row[0] in job_ids}
+    return ",".join(hosts.values())

@@ -4,7 +4,9 @@ python tests/jobs/golden/renew.py
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
@@ -34,12 +36,28 @@ SPECS: Mapping[str, JobSpec] = {
         environment={"NCCL_DEBUG": "INFO"}, stage_code="code",
     ),
     "elastic": JobSpec(command="python -m my.train", elastic=True, nodes=2, cpus_per_task=4),
+    "parts": JobSpec(
+        command=COMMAND, nodes=1, gpus_per_node=8, time="4h", partition="big",
+        part=({"nodes": 4, "gpus_per_node": 4, "partition": "small", "exclude": "node9"},),
+    ),
     "srun": JobSpec(command=COMMAND, launcher="srun", nodes=2, tasks_per_node=4),
     "sweep": JobSpec(
         command=COMMAND, run_dir="runs/sweep",
         sweep=[{"name": "it's"}, {"name": "a b", "lr": 1e-3}, {}],
     ),
 }  # fmt: skip
+# One job for each of the other schedulers.
+ANYWHERE = JobSpec(
+    about="Anywhere.", command=COMMAND, run_dir="my runs/one", nodes=2, gpus_per_node=4,
+    cpus_per_task=8, time="1d12h", partition="gpu", account="abc", dependency="afterok:123",
+    signal="USR1", signal_time=300, environment={"GREETING": "it's me"}, modules=("gcc/12",),
+    venv="my env",
+)  # fmt: skip
+MORE_OF_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "pbs": {"memory": "64G", "array": "0-10:2", "throttle": 2},
+    "lsf": {"memory": "64G", "array": "1-6,9", "throttle": 2, "output": "logs/%x-%j.log"},
+    "flux": {},
+}
 # Checked by shellcheck and lint only: their parts are in a golden file, or bash runs them in
 # test_sbatch_script_runs.py.
 MORE: Mapping[str, JobSpec] = {
@@ -63,7 +81,11 @@ def scripts() -> dict[Path, str]:
         path.with_suffix(".sh"): render(JobSpec(**job_files.read(path)))
         for path in sorted(SBATCH.glob("*.toml"))
     }
-    return made | {HERE / f"{name}.sh": render(spec) for name, spec in SPECS.items()}
+    made |= {HERE / f"{name}.sh": render(spec) for name, spec in SPECS.items()}
+    return made | {
+        HERE / f"{name}.sh": render(replace(ANYWHERE, **more), scheduler=name)
+        for name, more in MORE_OF_OTHERS.items()
+    }
 
 
 def more() -> dict[str, str]:

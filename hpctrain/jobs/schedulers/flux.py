@@ -1,0 +1,28 @@
+"""Lines of directives of Flux. Source: flux-batch(1) of flux-core."""
+
+from hpctrain.jobs import units
+from hpctrain.jobs.schedulers.base import OF_SLURM, Scheduler, gpus, log, plain
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["FLUX"]
+
+
+def _lines(spec: JobSpec) -> list[str]:
+    name = plain("name", spec.title)
+    options = [
+        ("job-name", name),
+        ("nodes", spec.nodes),
+        ("nslots", spec.nodes * spec.tasks),
+        ("cores-per-slot", spec.cpus_per_task),
+        ("gpus-per-slot", gpus(spec) // spec.tasks),
+        # The command's own unit for a number alone is a minute.
+        ("time-limit", spec.time and f"{units.seconds(spec.time)}s"),
+        *((o, getattr(spec, f) and plain(f, getattr(spec, f))) for o, f in _NAMES.items()),
+        ("output", log(spec, {"%x": name, "%j": "{{id}}"})),
+    ]
+    return [f"#flux: --{option}={value}" for option, value in options if value]
+
+
+_NAMES = {"queue": "partition", "bank": "account", "dependency": "dependency"}
+# It has no limit for the memory, and its arrays are several jobs.
+FLUX = Scheduler(_lines, lacks=(*OF_SLURM, "memory", "array"))
