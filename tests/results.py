@@ -3,21 +3,24 @@
     python tests/results.py                               # the tests of survival
     python tests/results.py tests/monitoring -k SIGSTOP   # some of them
     python tests/results.py tests -n 4                    # all tests: dates what was run where
+    python tests/results.py --slurm 24.11 -n 4            # those on Slurm, with a version of it
 
 Each test is a row of the first page, with the first line of its docstring: passed, failed and left
 out, by backend. A row of the second page gets a new date if all tests under its `tests` were run
-and none failed. Only in a clean tree, and with all slow tests. Then: python benchmarks/pages
+and none failed. With --slurm, each file of tests has a row in a table of docs/launchers.md, and
+each version a column. Only in a clean tree, and with all slow tests. Then: python benchmarks/pages
 """
 
 import argparse
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,10 @@ from typing import Any
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP / "benchmarks"))
 
+sys.path.insert(0, str(TOP / "tests" / "support"))
+
 import measure  # noqa: E402
+import slurm_roots  # noqa: E402
 
 RESULTS = TOP / "docs" / "results"
 # The sections of docs/reliability.md, by the file of their tests.
@@ -179,6 +185,31 @@ def renew_status(
     return [{**old, **dated} if renewed(old) else old for old in rows]
 
 
+def renew_slurm(
+    rows: Iterable[dict[str, Any]], cases: list[Case], version: str, facts: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows, with those of a version of Slurm in place of older ones: one for each file.
+
+    Args:
+        rows: so far.
+        cases: that were run.
+        version: version of Slurm.
+        facts: when and where they were run.
+    """
+    files: dict[str, list[str]] = {}
+    for case in cases:
+        files.setdefault(case.file, []).append(case.outcome)
+    dated = {name: facts[name] for name in ("date", "machine", "commit")}
+    new = []
+    for file, outcomes in sorted(files.items()):
+        text = ast.get_docstring(ast.parse((TOP / file).read_text())) or ""
+        counts = {name: outcomes.count(name) for name in ("passed", "failed", "left out")}
+        row = {"version": version, "file": file, "what": text.partition("\n")[0].rstrip(".")}
+        new.append({**row, **counts, **dated})
+    replaced = {(version, file) for file in files}
+    return [old for old in rows if (old["version"], old["file"]) not in replaced] + new
+
+
 def main() -> int:
     """Run pytest and write the results; return pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -188,30 +219,55 @@ def main() -> int:
     parser.add_argument(
         "--results", type=measure.place, default=str(RESULTS), metavar="DIR", help="of the files"
     )
+    parser.add_argument("--slurm", metavar="VERSION", help="of slurm_roots, or `machine`")
     arguments = parser.parse_args()
+    if arguments.slurm:
+        arguments.paths = arguments.paths or [str(TOP / "tests")]
     paths = [Path(path).resolve() for path in arguments.paths or (TOP / name for name in SECTIONS)]
     options = ["--all", "--strict-parts", "-o", "junit_family=xunit1"]
     options += ["-k", arguments.k] if arguments.k else []
+    environ = dict(os.environ)
+    if arguments.slurm:
+        options += ["-m", "slurm"]
+        environ["HPCTRAIN_TEST_SLURM"] = arguments.slurm.replace("machine", "")
     if arguments.n:
         options += ["-n", arguments.n, "--dist", "loadgroup", "--no-loadscope-reorder"]
     facts = measure.facts(["torch", "horovod"])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
         options += [f"--junitxml={report}", *map(str, paths)]
-        code = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=TOP).returncode
+        command = [sys.executable, "-m", "pytest", *options]
+        code = subprocess.run(command, cwd=TOP, env=environ).returncode
         if code not in (0, 1):  # interrupted, wrong use, no tests
             return code
         cases = read(report)
     if measure.commit() != facts["commit"]:
         sys.exit(f"not saved: the tree is no longer that of commit {facts['commit']}")
+    if arguments.slurm:
+        save(
+            arguments.results / "slurm_versions.json",
+            lambda rows: renew_slurm(rows, cases, version_of_slurm(arguments.slurm), facts),
+        )
+        return code
     for name, renew in (
         ("reliability", lambda rows: renew_reliability(rows, cases, facts, bool(arguments.k))),
         ("status", lambda rows: renew_status(rows, cases, [] if arguments.k else paths, facts)),
     ):
-        path = arguments.results / f"{name}.json"
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
-        measure.save(path, {"rows": renew(rows)})
+        save(arguments.results / f"{name}.json", renew)
     return code
+
+
+def save(path: Path, renew: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Write a file with its rows renewed."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    measure.save(path, {"rows": renew(rows)})
+
+
+def version_of_slurm(name: str) -> str:
+    """Return the version of the Slurm of a root, or of the machine's own."""
+    within = [] if name == "machine" else ["chroot", str(slurm_roots.root(name))]
+    shown = subprocess.run([*within, "srun", "--version"], capture_output=True, text=True)
+    return shown.stdout.split()[-1]
 
 
 if __name__ == "__main__":

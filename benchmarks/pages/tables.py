@@ -198,6 +198,34 @@ def recorded_baseline(name: str, top: Path) -> str:
     return f"{_markdown(record['head'], record['rows'])}\n\n{source(record)}"
 
 
+def slurm_versions(top: Path) -> str:
+    """Make the table of the tests on each version of Slurm, with a row for each file of tests."""
+    path = top / OTHERS / "slurm_versions.json"
+    rows = _read(path)["rows"] if path.exists() else []
+    versions = sorted({row["version"] for row in rows}, key=_numbers)
+    found = {(row["file"], row["version"]): row for row in rows}
+    files = {row["file"]: row["what"] for row in sorted(rows, key=lambda row: row["file"])}
+
+    def cell(file: str, version: str) -> str:
+        row = found.get((file, version))
+        if row is None:
+            return "not run"
+        counts = [f"{row[name]} {name}" for name in ("passed", "failed", "left out") if row[name]]
+        return f"{', '.join(counts)}; {row['date'][:10]}"
+
+    lines = [[what, *(cell(file, one) for one in versions)] for file, what in files.items()]
+    lines.append(["commit", *(_commits(rows, one) for one in versions)])
+    return _markdown(["tests", *versions], lines)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
+def _commits(rows: Sequence[Record], version: str) -> str:
+    return ", ".join(sorted({_commit(row) for row in rows if row["version"] == version}))
+
+
 def errors(top: Path) -> str:
     """Make the table of the codes of errors, from `hpctrain.errors.codes`."""
     del top
@@ -241,5 +269,6 @@ TABLES: dict[str, Table] = {
     "programs": functools.partial(recorded_baseline, "programs"),
     "ported": functools.partial(recorded_baseline, "ported"),
     "status": status,
+    "slurm versions": slurm_versions,
     "errors": errors,
 }

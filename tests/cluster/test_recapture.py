@@ -27,5 +27,7 @@ def test_launcher_sets_the_captured_environment(name, cluster, captured, lacking
     document = captured[name]
     if isinstance(document, environments.CaptureError):
         pytest.fail(str(document))
-    found = environments.differences(start, environments.load(name), document)
+    found = environments.differences(
+        start, environments.load(environments.of_version(name, cluster.version)), document
+    )
     assert not found, "\n".join(found)

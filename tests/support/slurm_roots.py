@@ -25,7 +25,8 @@ SUITES = {
 }
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "munge"),
-    *("mount", "hostname", "iproute2", "procps", "git", "environment-modules"),
+    *("slurmdbd", "mariadb-server-core", "mariadb-client-core"),
+    *("bsdutils", "mount", "hostname", "iproute2", "procps", "git", "environment-modules"),
     *("openssh-server", "openssh-client"),
     # What the machine's Python and Open MPI need.
     *("libffi8", "libssl3", "libsqlite3-0", "libreadline8", "liblzma5", "libbz2-1.0", "libexpat1"),
@@ -45,6 +46,8 @@ SYSTEM = {
     "usr",
     "var",
 }
+# The packages of a root; one with other packages is made anew.
+LIST = Path("etc/hpctrain-packages")
 MPI = ("libmpi.so.40", "libmpi_cxx.so.40", "libopen-rte.so.40", "libopen-pal.so.40")
 
 
@@ -58,8 +61,10 @@ def root(version: str) -> Path:
     suite, options, more = SUITES[version]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = cache / "hpctrain-tests" / f"slurm-{version}"
-    if place.is_dir():
+    packages = " ".join((*PACKAGES, *more))
+    if (place / LIST).is_file() and (place / LIST).read_text() == packages:
         return place
+    shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
     folder.chmod(0o755)
@@ -67,7 +72,7 @@ def root(version: str) -> Path:
         "mmdebstrap",
         "--variant=apt",
         "--quiet",
-        f"--include={','.join((*PACKAGES, *more))}",
+        f"--include={packages.replace(' ', ',')}",
     ]
     command += [f"--aptopt={option}" for option in options]
     try:
@@ -75,6 +80,7 @@ def root(version: str) -> Path:
         if done.returncode:
             raise OSError(f"mmdebstrap ended with {done.returncode}")
         complete(folder)
+        (folder / LIST).write_text(packages)
         folder.rename(place)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

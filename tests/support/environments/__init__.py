@@ -3,6 +3,7 @@
     cd tests/support
     python -m environments                 # the names, and what each one needs
     python -m environments srun-block …    # capture again and write the files
+    HPCTRAIN_TEST_SLURM=24.11 python -m environments slurm    # all that Slurm alone needs
 
 A program is one script on one host of the test cluster, and starts `train.py` as a person does,
 once or more. Each process records its host, its arguments, its ancestors and its environment. The
@@ -21,7 +22,7 @@ from typing import Any
 
 from environments.capture import CaptureError, capture
 from environments.compare import differences
-from environments.parts import lacks
+from environments.parts import lacks, of_slurm
 from environments.starts import place
 from environments.table import BY_START
 
@@ -34,11 +35,18 @@ __all__ = [
     "lacks",
     "load",
     "names",
+    "of_slurm",
+    "of_version",
     "place",
     "write",
 ]
 
 FOLDER = Path(__file__).parents[2] / "cluster" / "env"
+
+
+def of_version(name: str, version: str) -> str:
+    """Return the name of the file of a start with a version of Slurm; "" is the machine's own."""
+    return f"slurm-{version}/{name}" if version else name
 
 
 def load(name: str) -> dict[str, Any]:
@@ -48,8 +56,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Return the names of all files."""
-    return sorted(path.stem for path in FOLDER.glob("*.json"))
+    """Return the names of all files, with the folder of those of another version of Slurm."""
+    return sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.json"))
 
 
 def all() -> dict[str, dict[str, Any]]:
@@ -59,6 +67,6 @@ def all() -> dict[str, dict[str, Any]]:
 
 def write(name: str, document: Mapping[str, Any]) -> None:
     """Write one file."""
-    FOLDER.mkdir(exist_ok=True)
-    text = json.dumps(document, indent=1, ensure_ascii=False)
-    (FOLDER / f"{name}.json").write_text(text + "\n")
+    file = FOLDER / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

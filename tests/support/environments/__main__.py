@@ -14,8 +14,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m environments", description=(environments.__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("names", nargs="*", choices=[[], *environments.BY_START], metavar="NAME")
+    known = [[], "slurm", *environments.BY_START]
+    parser.add_argument("names", nargs="*", choices=known, metavar="NAME")
     chosen = parser.parse_args().names
+    if "slurm" in chosen:
+        programs = environments.BY_START.items()
+        chosen = [name for name, (program, _) in programs if environments.of_slurm(program)]
     if not chosen:
         for name, (program, _) in environments.BY_START.items():
             print(f"{name:32} {' '.join(program.needs)}")
@@ -38,7 +42,7 @@ def main() -> int:
                     print(document, file=sys.stderr)
                     code = 1
                 else:
-                    environments.write(name, document)
+                    environments.write(environments.of_version(name, cluster.version), document)
         finally:
             cluster.stop()
     return code

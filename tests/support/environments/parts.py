@@ -44,8 +44,15 @@ def missing(part: str, path: str) -> str:
     return "" if installed else how
 
 
+def of_slurm(program: Program) -> bool:
+    """Check whether a program needs Slurm alone."""
+    return not program.needs and any(start.launcher == "slurm" for start in program.starts)
+
+
 def lacks(program: Program, cluster: Cluster) -> tuple[str, str]:
     """Return the first missing part of a program, and how to install it."""
+    if cluster.version and not of_slurm(program):
+        return "mpi", "the hosts have another Slurm, and nothing else of the machine"
     path = f"{BIN}:{cluster.environ()['PATH']}"
     return next(((part, why) for part in program.needs if (why := missing(part, path))), ("", ""))
 
@@ -81,7 +88,7 @@ def versions(cluster: Cluster) -> dict[str, str]:
             return importlib.metadata.version(name)
         return "?"
 
-    os_release = Path("/etc/os-release").read_text()
+    os_release = cluster.run(["cat", "/etc/os-release"]).stdout
     system = {name: value.strip('"') for name, value in re.findall(r"(\w+)=(.*)", os_release)}
     number = r"(\d+\.[\d.]*\d)"
     dpkg = ["dpkg-query", "--show", "--showformat=${Version}", "libpmix-dev"]
@@ -96,5 +103,5 @@ def versions(cluster: Cluster) -> dict[str, str]:
         "submitit": f"submitit {package('submitit')}",
         "horovod": f"Horovod {package('horovod')}",
         "python": f"Python {sys.version.split()[0]}",
-        "system": f"{system['NAME'].split()[0]} {system.get('VERSION_ID', '')}".strip(),
+        "system": f"{system['NAME'].split()[0]} {system.get('VERSION_ID', 'sid')}".strip(),
     }
