@@ -54,6 +54,7 @@ PARTS = {
 # --strict-parts does not need them.
 OPTIONAL_PARTS = {
     "apptainer": "bash tests/run.sh --slurm newest",
+    "flux": "Flux; $HPCTRAIN_TEST_FLUX names its folder",
     "fp8": "a GPU of compute capability 8.9 or later",
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",

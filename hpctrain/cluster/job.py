@@ -10,12 +10,14 @@ __all__ = ["Allocation", "detect"]
 
 # Schedulers of which only the job id and the array index are read. LSF numbers the tasks of an
 # array from 1 and gives other jobs the index 0; PBS includes the index in the id.
+# A batch script of Flux is in an instance of its own, whose own job has this script.
 # Sources: "Environment variables" of IBM Spectrum LSF's reference; PBS Professional's reference
 # guide, chapter "Environment Variables"; flux-environment(7).
 _OTHERS = (
     ("lsf", "LSB_JOBID", "LSB_JOBINDEX"),
     ("pbs", "PBS_JOBID", ""),
     ("flux", "FLUX_JOB_ID", ""),
+    ("flux", "FLUX_ENCLOSING_ID", ""),
 )
 
 _GPUS = re.compile(r"[0-9]{1,4}\Z")
@@ -65,7 +67,9 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         return _slurm(env)
     for scheduler, name, index in _OTHERS:
         if env.get(name):
-            return Allocation(scheduler, env[name], array_task=number(env, index) or None)
+            # Flux takes its ids also in ASCII.
+            job_id = env[name].replace("ƒ", "f")
+            return Allocation(scheduler, job_id, array_task=number(env, index) or None)
     return None
 
 

@@ -76,7 +76,9 @@ class _UnderFlux(_OtherJob):
     def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
         del env
         count = str(len(hosts))
-        return ["flux", "run", "--nodes", count, "--ntasks", count, "-o", "cpu-affinity=off"]
+        # It hides all GPUs from a task that was given none.
+        options = ["-o", "cpu-affinity=off", "-o", "gpu-affinity=off"]
+        return ["flux", "run", "--nodes", count, "--ntasks", count, *options]
 
 
 def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
@@ -97,8 +99,9 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     """
     counts: dict[str, int] = {}
     if env.get("FLUX_URI"):
-        # Source: flux-hostlist(1). In a batch script it lists the hosts of the script's instance.
-        counts = dict.fromkeys(_answer("flux", "hostlist", "--expand").split(), 0)
+        # Source: flux-hostlist(1). "local" stands for the hosts of the script's instance; without
+        # it, newer versions read a list from standard input.
+        counts = dict.fromkeys(_answer("flux", "hostlist", "--expand", "local").split(), 0)
     elif env.get("PBS_NODEFILE"):
         try:
             lines = Path(env["PBS_NODEFILE"]).read_text().split()

@@ -1,5 +1,6 @@
 """Start of ranks in a Slurm job: by an agent on each host, by srun, or by a program of the user."""
 
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,8 +179,8 @@ class Direct(Once):
         environ = {name: value for name, value in environ.items() if name != _EXPORT}
         how = ["--quiet", "--kill-on-bad-exit=1"]
         if self._inside.container:
-            folder = environ.get("SLURM_SUBMIT_DIR", ".")
-            how += pyxis(self._inside.container, folder, environ, self._inside.variables)
+            inside = self._inside
+            how += pyxis(inside.container, os.getcwd(), environ, inside.variables)
         command = ["srun"]
         for group, _ in self._groups(hosts):
             suffix = group[0].replace("--het-group=", "_HET_GROUP_") if group else ""

@@ -148,6 +148,7 @@ def test_other_scheduler_refuses_what_its_scripts_cannot_say(scheduler, name, va
         ("pbs", {"dependency": "singleton"}, "dependency = singleton"),
         ("pbs", {"output": "%j.log"}, "output = %j.log"),
         ("pbs", {"memory": "0"}, "memory = 0"),
+        ("pbs", {"array": "0-3", "requeue": False}, "requeue = false with an array"),
         ("pbs", {"gpus_per_node": "a100:4"}, "gpus_per_node = a100:4"),
         ("pbs", {"partition": "a b"}, "partition = 'a b'"),
         ("pbs", {"account": "a\n#PBS -q b"}, "account = "),

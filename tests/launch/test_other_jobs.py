@@ -1,8 +1,8 @@
 """`hpctrain run` in jobs of PBS and Flux: mpirun or `flux run` starts an agent on each host.
 
-The job is a stand-in, as no PBS and no Flux runs here: the variables and files of its batch script.
-mpirun is real, and starts the agents over ssh on the hosts of the tests. `flux` is a stand-in, made
-after its manual.
+The job of PBS is a stand-in: the variables and files of its batch script. mpirun is real, and
+starts the agents over ssh on the hosts of the tests. Flux is real where $HPCTRAIN_TEST_FLUX names
+its folder, and starts on these hosts; without it, `flux` is a stand-in.
 """
 
 import json
@@ -13,6 +13,9 @@ from pathlib import Path
 
 import launches
 import pytest
+
+from hpctrain.jobs.script import render
+from hpctrain.jobs.spec import JobSpec
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 PATIENCE = 120
@@ -104,12 +107,13 @@ def test_pbs_job_is_refused_without_mpirun_or_with_wrong_options(program, option
 
 FLUX = """#!/usr/bin/env python3
 import os, subprocess, sys
-if sys.argv[1:] == ["hostlist", "--expand"]:
+if sys.argv[1:] == ["hostlist", "--expand", "local"]:
     print("a b c")
     sys.exit()
-assert sys.argv[1:8] == "run --nodes 3 --ntasks 3 -o cpu-affinity=off".split(), sys.argv
+options = "run --nodes 3 --ntasks 3 -o cpu-affinity=off -o gpu-affinity=off".split()
+assert sys.argv[1:10] == options, sys.argv
 tasks = [
-    subprocess.Popen(sys.argv[8:], env={
+    subprocess.Popen(sys.argv[10:], env={
         **os.environ, "FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": "3", "FLUX_TASK_LOCAL_ID": "0",
         "FLUX_JOB_NNODES": "3", "FLUX_JOB_ID": "f1", "HPCTRAIN_HOSTNAME": "abc"[rank],
     })
@@ -138,3 +142,42 @@ def test_flux_starts_an_agent_on_each_host(tmp_path, program):
         ["3", "4", "0", "2"],
     ], done.stderr
     assert done.returncode == 0
+
+
+# Slurm starts the instance of Flux that a job is submitted to.
+OUTER = """#!/bin/bash
+unset ${!SLURM_@}
+id=$(flux batch job.sh) || exit
+flux job attach $id
+code=$?
+cat log
+exit $code
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.parametrize("fails", ["", "2"])
+def test_rendered_job_of_flux_starts_the_ranks_on_all_its_hosts(
+    cluster, lacking, tmp_path, program, fails
+):
+    flux = os.environ.get("HPCTRAIN_TEST_FLUX", "")
+    if not flux:
+        lacking("flux", "$HPCTRAIN_TEST_FLUX does not name its folder")
+    spec = JobSpec(
+        command=[launches.PYTHON, program], nodes=3, tasks_per_node=2, time="2m", output="log",
+        environment={"PYTHONPATH": str(launches.TOP), "FAILS": fails, "WORD": "hidden"},
+    )  # fmt: skip
+    (tmp_path / "job.sh").write_text(render(spec, scheduler="flux"))
+    (tmp_path / "outer.sh").write_text(OUTER)
+    env = launches.on_cluster(cluster)
+    env["PATH"] = f"{flux}/bin:{env['PATH']}"
+    # The name of a host is 127.0.1.1 on itself, which Flux would tell the others.
+    start = [f"{flux}/bin/flux", "start", "-Stbon.interface-hint=eth0", "bash", "outer.sh"]
+    done = cluster.run(["srun", "-N3", "-n3", "--mpi=pmi2", *start], env=env, timeout=PATIENCE)
+    assert places(done.stdout) == [
+        [f"node{rank // 2 + 1}", str(rank), "6", str(rank % 2), str(rank // 2), "hidden"]
+        for rank in range(6)
+    ], done
+    assert ("rank 2 on node2 failed first, with exit code 3" in done.stdout) == bool(fails), done
+    assert done.returncode == (3 if fails else 0), done

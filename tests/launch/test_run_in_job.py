@@ -329,11 +329,12 @@ def test_direct_in_a_container_is_that_of_pyxis(slurm, tmp_path, monkeypatch):
     assert main(["run", "--direct", *inside, "--", "program"]) == 0
     words = Path("words").read_text().split("\0")[:-1]
     run = f"{tmp_path}/runs/train-7"
+    names = [*filter(os.environ.get, ("PYTHONPATH", "OMP_NUM_THREADS")), "A", "B"]
     assert words[2:] == [
         f"--container-image={tmp_path}/./a.sqsh",
         f"--container-mounts={tmp_path}:{tmp_path},{run}:{run}",
-        f"--container-workdir={tmp_path}",
-        "--container-env=A,B",
+        f"--container-workdir={Path.cwd()}",
+        *([f"--container-env={','.join(names)}"]),
         "program",
     ]
 

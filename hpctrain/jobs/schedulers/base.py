@@ -71,7 +71,8 @@ class Scheduler:
         # would send the signal to a second process as well.
         limit = units.seconds(spec.time) - spec.signal_seconds
         options = ["--foreground", "--preserve-status", f"--signal={spec.signal}"]
-        return ["timeout", *options, f"$(({limit} - SECONDS))"]
+        # 0 would mean no limit.
+        return ["timeout", *options, f"$(({limit} > SECONDS ? {limit} - SECONDS : 1))"]
 
     def _problems(self, name: str, spec: JobSpec) -> Iterator[tuple[str, str]]:
         default = JobSpec()

@@ -20,7 +20,11 @@ def _lines(spec: JobSpec) -> list[str]:
         *((o, getattr(spec, f) and plain(f, getattr(spec, f))) for o, f in _NAMES.items()),
         ("output", log(spec, {"%x": name, "%j": "{{id}}"})),
     ]
-    return [f"#flux: --{option}={value}" for option, value in options if value]
+    lines = [f"#flux: --{option}={value}" for option, value in options if value]
+    if gpus(spec):
+        # Whole hosts, and no CUDA_VISIBLE_DEVICES: that of the first host would reach all others.
+        lines += ["#flux: --exclusive", "#flux: -o gpu-affinity=off"]
+    return lines
 
 
 _NAMES = {"queue": "partition", "bank": "account", "dependency": "dependency"}

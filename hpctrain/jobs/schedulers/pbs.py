@@ -14,7 +14,7 @@ _DEPENDENCY = re.compile(r"after(ok|notok|any)?:[\w.\[\]-]+(:[\w.\[\]-]+)*\Z", r
 
 def _lines(spec: JobSpec) -> list[str]:
     cpus, devices = spec.cpus_per_task or 1, gpus(spec)
-    chunk = f"select={spec.nodes}:ncpus={spec.tasks * cpus}:mpiprocs={spec.tasks}"
+    chunk = f"select={spec.nodes}:ncpus={spec.tasks * cpus}:mpiprocs={spec.tasks}:ompthreads={cpus}"
     chunk += f":ngpus={devices}" if devices else ""
     if spec.memory == "0":
         raise ValueError("memory = 0", "a size")
@@ -40,6 +40,8 @@ def _lines(spec: JobSpec) -> list[str]:
         if "%" in spec.output:
             raise ValueError(f"output = {spec.output}", "a name without patterns, or none")
         lines.append(f"-o {plain('output', spec.output)}")
+    if spec.array and not spec.requeue:
+        raise ValueError("requeue = false with an array", "requeue = true: qsub refuses -r n")
     lines.append(f"-r {'y' if spec.requeue else 'n'}")
     return [f"#PBS {line}" for line in lines]
 

@@ -203,8 +203,8 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
     changed |= {
         "PYTHONPATH": ":".join(filter(None, (str(tools), env.get("PYTHONPATH")))),
         "PATH": f"{tools / 'bin'}:{env.get('PATH', os.defpath)}",
-        # Horovod's gloo needs <cstdint>, which other headers no longer include since GCC 13.
-        "CXXFLAGS": f"-include cstdint {env.get('CXXFLAGS', '')}".strip(),
+        # Horovod needs them, and other headers no longer include them since GCC 13 and 14.
+        "CXXFLAGS": f"-include cstdint -include string {env.get('CXXFLAGS', '')}".strip(),
         "CMAKE_GENERATOR": "Unix Makefiles",
         # A variable, because later releases of pip, which always build so, have no such option.
         "PIP_USE_PEP517": "1",

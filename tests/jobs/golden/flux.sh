@@ -11,6 +11,8 @@
 #flux: --bank=abc
 #flux: --dependency=afterok:123
 #flux: --output=train-{{id}}.log
+#flux: --exclusive
+#flux: -o gpu-affinity=off
 
 set -e
 ended() { echo "ended before hpctrain run, code $1"; exit $(($1 ? $1 : 2)); }
@@ -27,6 +29,7 @@ module load gcc/12 || exit 2
 . './my env'/bin/activate || exit 2
 export GREETING='it'"'"'s me'
 
-exec timeout --foreground --preserve-status --signal=USR1 $((129300 - SECONDS)) hpctrain run \
+exec timeout --foreground --preserve-status --signal=USR1 \
+    $((129300 > SECONDS ? 129300 - SECONDS : 1)) hpctrain run \
     --nproc-per-node 4 --run-dir 'my runs/one' train.py \
     --data 'my data' --lr 0.1 "$@"

@@ -2,7 +2,7 @@
 # Anywhere.
 #
 #PBS -N train
-#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4:mem=64gb
+#PBS -l select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4:mem=64gb
 #PBS -l place=scatter
 #PBS -j oe
 #PBS -V
@@ -30,6 +30,7 @@ module load gcc/12 || exit 2
 . './my env'/bin/activate || exit 2
 export GREETING='it'"'"'s me'
 
-exec timeout --foreground --preserve-status --signal=USR1 $((129300 - SECONDS)) hpctrain run \
+exec timeout --foreground --preserve-status --signal=USR1 \
+    $((129300 > SECONDS ? 129300 - SECONDS : 1)) hpctrain run \
     --nproc-per-node 4 --run-dir 'my runs/one' train.py \
     --data 'my data' --lr 0.1 "$@"
