@@ -19,6 +19,8 @@ from hpctrain.jobs.spec import JobSpec
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 PATIENCE = 120
+# Read here, as a test gets none of hpctrain's variables.
+REAL_FLUX = os.environ.get("HPCTRAIN_TEST_FLUX", "")
 SHOW = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "WORD")
@@ -161,8 +163,7 @@ exit $code
 def test_rendered_job_of_flux_starts_the_ranks_on_all_its_hosts(
     cluster, lacking, tmp_path, program, fails
 ):
-    flux = os.environ.get("HPCTRAIN_TEST_FLUX", "")
-    if not flux:
+    if not REAL_FLUX:
         lacking("flux", "$HPCTRAIN_TEST_FLUX does not name its folder")
     spec = JobSpec(
         command=[launches.PYTHON, program], nodes=3, tasks_per_node=2, time="2m", output="log",
@@ -171,9 +172,9 @@ def test_rendered_job_of_flux_starts_the_ranks_on_all_its_hosts(
     (tmp_path / "job.sh").write_text(render(spec, scheduler="flux"))
     (tmp_path / "outer.sh").write_text(OUTER)
     env = launches.on_cluster(cluster)
-    env["PATH"] = f"{flux}/bin:{env['PATH']}"
+    env["PATH"] = f"{REAL_FLUX}/bin:{env['PATH']}"
     # The name of a host is 127.0.1.1 on itself, which Flux would tell the others.
-    start = [f"{flux}/bin/flux", "start", "-Stbon.interface-hint=eth0", "bash", "outer.sh"]
+    start = [f"{REAL_FLUX}/bin/flux", "start", "-Stbon.interface-hint=eth0", "bash", "outer.sh"]
     done = cluster.run(["srun", "-N3", "-n3", "--mpi=pmi2", *start], env=env, timeout=PATIENCE)
     assert places(done.stdout) == [
         [f"node{rank // 2 + 1}", str(rank), "6", str(rank % 2), str(rank // 2), "hidden"]
