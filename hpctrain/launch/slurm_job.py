@@ -149,7 +149,11 @@ class SlurmJob:
         """
         label = self.allocation.label
         if code == exit_codes.STOPPED:
-            code = self._stopped(reason)
+            code, refused = self._stopped(reason)
+            if not refused:
+                write_stderr(f"hpctrain: job {label} is preempted, and Slurm requeues it now\n")
+                return code
+            write_stderr(f"hpctrain: job {label} is not started again: {refused}\n")
         elif code != exit_codes.GIVEN_UP:
             return code
         checkpoints = rundir.RunDirectory(directory).steps()
@@ -163,24 +167,20 @@ class SlurmJob:
             )
         return code
 
-    def _stopped(self, reason: str) -> int:
-        """Requeue a stopped job; if that is not possible, return its exit code."""
-        code = exit_codes.STOPPED
+    def _stopped(self, reason: str) -> tuple[int, str]:
+        """Requeue a stopped job; else return its exit code and the reason, as `_requeue` does."""
         if reason.startswith(rundir.STOP_REASON):
-            refused = f"stopped by {rundir.STOP_REASON}"
-        elif self.max_restarts is not None and self.allocation.restart_count >= self.max_restarts:
-            code = exit_codes.GIVEN_UP
+            return exit_codes.STOPPED, f"stopped by {rundir.STOP_REASON}"
+        if self.max_restarts is not None and self.allocation.restart_count >= self.max_restarts:
             count = self.allocation.restart_count
             refused = f"it was restarted {count} times, and the limit is {self.max_restarts}"
-        else:
-            refused = self._requeue()
-        write_stderr(f"hpctrain: job {self.allocation.label} is not started again: {refused}\n")
-        return code
+            return exit_codes.GIVEN_UP, refused
+        return exit_codes.STOPPED, self._requeue()
 
     def _requeue(self) -> str:
         """Requeue the job, which ends this process; return the reason if that is not possible.
 
-        A job that is no longer running is not requeued: a cancelled job must not start again, and
+        The reason is empty if Slurm itself requeues the job as it ends. A job that is no longer running is not requeued: a cancelled job must not start again, and
         Slurm itself requeues a preempted one.
         """
         label = self.allocation.label
@@ -190,6 +190,8 @@ class SlurmJob:
             states = [job.state for job in listed if job.number == self.allocation.job_id]
             if not states or states[0] not in _GOES_ON:
                 return f"its state is {states[0] if states else 'unknown'}"
+            if listed[0].preempted and slurm.requeues_preempted(self.env):
+                return ""
         except slurm.NoAnswerError as error:
             return str(error)
         # Slurm ends this process by SIGTERM, which waits until all is done, and much later by

@@ -155,6 +155,21 @@ def test_cancelled_job_is_not_requeued(slurm, make, tmp_path, capsys, state):
     assert f"job 7 is not started again: its state is {state}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("version", "called"),
+    [("22.05.8", ["scontrol requeue incomplete 7"]), ("24.11.5", []), ("26.05.5", [])],
+)
+def test_job_in_the_grace_time_of_a_preemption_is_requeued_once(
+    slurm, make, tmp_path, capsys, version, called
+):
+    slurm.jobs(job("7", PreemptTime="2026-11-26T02:45:46"))
+    slurm.command("scontrol", f"slurm {version}")
+    assert make().after(exit_codes.STOPPED, "TERM", tmp_path) == exit_codes.STOPPED
+    assert requeues(slurm) == ["scontrol --version", *called]
+    said = "job 7 is preempted, and Slurm requeues it now" in capsys.readouterr().err
+    assert said == (not called)
+
+
 def test_job_with_the_label_of_another_one_is_not_requeued(slurm, make, tmp_path, capsys):
     """Slurm did not answer at the begin, so the label is that of the outer job."""
     slurm.jobs(None)

@@ -84,5 +84,6 @@ def job(label: str, **more: str) -> dict[str, str]:
         "UserName": "ada", "UserID": "1000", "Name": "train", "State": "RUNNING",
         "Reason": "None", "RestartCnt": "0", "exit_code": "0", "TimeUsed": "0:12",
         "TimeLeft": "47:48", "StartTime": "2026-11-21T10:00:00", "NumNodes": "2",
-        "NodeList": "node[1-2]", "WorkDir": "/nowhere", "STDOUT": log, "Partition": "main", **more,
+        "NodeList": "node[1-2]", "WorkDir": "/nowhere", "STDOUT": log, "Partition": "main",
+        "PreemptTime": "N/A", **more,
     }  # fmt: skip

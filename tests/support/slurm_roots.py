@@ -4,8 +4,8 @@
 
 A host of the cluster has such a root as its `/`, with the machine's folders that hold no system
 (/home, /root, /run, /tmp and so on) in it, so that it sees the same files. The machine's Python
-runs there, because the C library of a newer Debian runs what an older one compiled. So does the
-machine's Open MPI, which the Horovod of the tests was built with.
+runs there, because the C library of a newer Debian runs what an older one compiled. So do the
+libraries of the machine's Open MPI, which the Horovod of the tests was built with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "munge"),
     *("slurmdbd", "mariadb-server-core", "mariadb-client-core"),
     *("bsdutils", "mount", "hostname", "iproute2", "procps", "git", "environment-modules"),
-    *("openssh-server", "openssh-client"),
+    *("openssh-server", "openssh-client", "openmpi-bin", "mpich"),
     # What the machine's Python and Open MPI need.
     *("libffi8", "libssl3", "libsqlite3-0", "libreadline8", "liblzma5", "libbz2-1.0", "libexpat1"),
     *("libstdc++6", "libhwloc15", "libevent-core-2.1-7", "libevent-pthreads-2.1-7"),

@@ -11,6 +11,7 @@ from hpctrain.cluster.slurm.batch import (
     cancel,
     requeue,
     requeue_unended,
+    requeues_preempted,
     sbatch,
     signal_batch,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "qualities",
     "requeue",
     "requeue_unended",
+    "requeues_preempted",
     "sbatch",
     "signal_batch",
     "slurmd_address",

@@ -13,10 +13,13 @@ __all__ = [
     "cancel",
     "requeue",
     "requeue_unended",
+    "requeues_preempted",
     "sbatch",
     "signal_batch",
 ]
 
+_VERSION = re.compile(r"slurm (\d+)\.(\d+)")
+_REQUEUES_PREEMPTED = (24, 11)
 # sbatch tries again while the controller is busy, and for one minute if there is no slurm.conf.
 _SECONDS_TO_SUBMIT = 120.0
 
@@ -81,6 +84,19 @@ def signal_batch(label: str, name: str, env: Mapping[str, str]) -> None:
         NoAnswerError: the command failed; the text has Slurm's reason.
     """
     ask(["scancel", "--batch", f"--signal={name}", label], env)
+
+
+def requeues_preempted(env: Mapping[str, str]) -> bool:
+    """Check whether Slurm requeues a job that ends in the grace time of a preemption.
+
+    Seen with 24.11 and 26.05. There, a job that calls `scontrol requeue` in that time is started
+    once more after it has finished. 22.05 lets the job end.
+
+    Raises:
+        NoAnswerError: the command failed; the text has Slurm's reason.
+    """
+    version = _VERSION.search(ask(["scontrol", "--version"], env))
+    return version is not None and (int(version[1]), int(version[2])) >= _REQUEUES_PREEMPTED
 
 
 def requeue_unended(label: str, env: Mapping[str, str]) -> None:

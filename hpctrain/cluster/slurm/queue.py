@@ -13,7 +13,7 @@ __all__ = ["QueuedJob", "jobs"]
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
     *("Reason", "RestartCnt", "exit_code", "TimeUsed", "TimeLeft", "StartTime", "NumNodes"),
-    *("NodeList", "WorkDir", "STDOUT", "Partition"),
+    *("NodeList", "WorkDir", "STDOUT", "Partition", "PreemptTime"),
 )
 
 
@@ -40,6 +40,7 @@ class QueuedJob:
         folder: working directory of the job.
         log: path of the log, with the patterns of its name, such as %j.
         partition: partition of the job.
+        preemption: time at which it was preempted and began its grace time; "N/A" if it was not.
     """
 
     label: str
@@ -61,6 +62,12 @@ class QueuedJob:
     folder: str
     log: str
     partition: str
+    preemption: str
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job is in the grace time of a preemption."""
+        return self.preemption[:1].isdigit()
 
     @property
     def active(self) -> bool:
