@@ -159,11 +159,12 @@ def test_cancelled_job_is_not_requeued(slurm, make, tmp_path, capsys, state):
     ("version", "called"),
     [("22.05.8", ["scontrol requeue incomplete 7"]), ("24.11.5", []), ("26.05.5", [])],
 )
+@pytest.mark.parametrize("name", ["slurm", "slurm-wlm"])  # the latter is Debian's
 def test_job_in_the_grace_time_of_a_preemption_is_requeued_once(
-    slurm, make, tmp_path, capsys, version, called
+    slurm, make, tmp_path, capsys, version, called, name
 ):
     slurm.jobs(job("7", PreemptTime="2026-11-26T02:45:46"))
-    slurm.command("scontrol", f"slurm {version}")
+    slurm.command("scontrol", f"{name} {version}")
     assert make().after(exit_codes.STOPPED, "TERM", tmp_path) == exit_codes.STOPPED
     assert requeues(slurm) == ["scontrol --version", *called]
     said = "job 7 is preempted, and Slurm requeues it now" in capsys.readouterr().err

@@ -18,7 +18,7 @@ __all__ = [
     "signal_batch",
 ]
 
-_VERSION = re.compile(r"slurm (\d+)\.(\d+)")
+_VERSION = re.compile(r"slurm\S* (\d+)\.(\d+)")
 _REQUEUES_PREEMPTED = (24, 11)
 # sbatch tries again while the controller is busy, and for one minute if there is no slurm.conf.
 _SECONDS_TO_SUBMIT = 120.0
