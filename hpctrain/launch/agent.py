@@ -163,6 +163,7 @@ def main() -> int:
     if len(sys.argv) > 1:
         record = json.loads(Path(sys.argv[1]).read_text())
         os.environ.update({**record["environ"], env_vars.AGENT: record["plan"]})
+        _make_temporary_folder()
     plan = Plan(**json.loads(os.environ[env_vars.AGENT]))
     env = {name: value for name, value in os.environ.items() if name != env_vars.AGENT}
     if plan.frees:
@@ -181,6 +182,18 @@ def main() -> int:
             end = replace(end, unfit=error.hosts)
         _write(end, plan, os.uname().nodename)
     return end.code
+
+
+def _make_temporary_folder() -> None:
+    """Make the folder for temporary files, which PBS makes on the first host of a job only.
+
+    PBS removes it on all hosts at the end of the job: tried with OpenPBS 23.06.
+    """
+    try:
+        if os.environ.get("PBS_JOBID") and os.environ.get("TMPDIR"):
+            os.makedirs(os.environ["TMPDIR"], 0o700, exist_ok=True)
+    except OSError:
+        del os.environ["TMPDIR"]
 
 
 def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]) -> End:
@@ -232,6 +245,13 @@ def _print(line: str) -> None:
     write_stderr(f"hpctrain: {line}\n")
 
 
+def _without(host: str) -> str:
+    """Return what to type to leave a host out."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"#SBATCH --exclude={host}"
+    return f"submit the job without {host}, with the scheduler's own option"
+
+
 def _check_hosts(roster: Roster) -> Answer:
     """Check whether all hosts are fit, and have the same number or list of ranks.
 
@@ -248,7 +268,7 @@ def _check_hosts(roster: Roster) -> Answer:
             "HT219",
             "; ".join(f"{host}: {found}" for host, found in unfit.items()),
             "hosts with the GPUs, the memory and the disks that a training needs",
-            *(f"#SBATCH --exclude={host}" for host in unfit),
+            *(_without(host) for host in unfit),
         )
         error.hosts = list(unfit)
         raise error

@@ -1,7 +1,8 @@
-"""Hosts of a job of PBS, LSF or Flux: mpirun or `flux run` starts an agent on each."""
+"""Hosts of a job of PBS, LSF or Flux: mpirun, jsrun or `flux run` starts an agent on each."""
 
 import json
 import os
+import shutil
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,21 @@ class _UnderFlux(_OtherJob):
         return ["flux", "run", "--nodes", count, "--ntasks", count, *options]
 
 
+class _UnderJsrun(_OtherJob):
+    """Hosts on which jsrun starts the agents, each with the whole host.
+
+    Source: jsrun(1) of IBM's Job Step Manager.
+    """
+
+    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        del env
+        whole = ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS", "--bind", "none"]
+        return [
+            *("jsrun", "--nrs", str(len(hosts)), "--rs_per_host", "1", "--tasks_per_rs", "1"),
+            *whole,
+        ]
+
+
 def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     """Return the hosts of the job of PBS, LSF or Flux in which this process runs.
 
@@ -98,6 +114,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         UsageError: `nproc` does not fit the hosts.
     """
     counts: dict[str, int] = {}
+    jsrun = "LSB_JOBID" in env and shutil.which("jsrun", path=env.get("PATH")) is not None
     if env.get("FLUX_URI"):
         # Source: flux-hostlist(1). "local" stands for the hosts of the script's instance; without
         # it, newer versions read a list from standard input.
@@ -117,7 +134,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         if max(counts.values(), default=0) < 2:
             counts = dict.fromkeys(counts, 0)
     else:
-        counts = dict.fromkeys(hosts_of_job(env), 0)
+        counts = dict.fromkeys(_hosts_of_lsf(env, jsrun), 0)
     if len(counts) < 2:
         return None
     if nproc == "auto":
@@ -125,7 +142,20 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     elif nproc is not None:
         ranks = rank_environment.layout(nproc, [0] * len(counts))
         counts = dict(zip(counts, ranks, strict=True))
-    return (_UnderFlux if env.get("FLUX_URI") else _UnderMpirun)(counts)
+    if env.get("FLUX_URI"):
+        return _UnderFlux(counts)
+    return _UnderJsrun(counts) if jsrun else _UnderMpirun(counts)
+
+
+def _hosts_of_lsf(env: Mapping[str, str], jsrun: bool) -> Sequence[str]:
+    """Return the hosts of a job of LSF, without the launch host where there is one.
+
+    Where jsrun starts the ranks, the script runs on a launch host with one slot, on which jsrun
+    starts nothing. Source: "Summit User Guide" of OLCF, section "Batch Scripts".
+    """
+    hosts = hosts_of_job(env)
+    slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
+    return hosts[1:] if jsrun and len(hosts) > 1 and slots[0] == "1" else hosts
 
 
 def _answer(*command: str) -> str:

@@ -180,8 +180,9 @@ class SlurmJob:
     def _requeue(self) -> str:
         """Requeue the job, which ends this process; return the reason if that is not possible.
 
-        The reason is empty if Slurm itself requeues the job as it ends. A job that is no longer running is not requeued: a cancelled job must not start again, and
-        Slurm itself requeues a preempted one.
+        The reason is empty if Slurm itself requeues the job as it ends. A job that is no longer
+        running is not requeued: a cancelled job must not start again, and Slurm itself requeues a
+        preempted one.
         """
         label = self.allocation.label
         try:

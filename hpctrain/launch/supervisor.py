@@ -19,11 +19,13 @@ from hpctrain.launch.rank_processes import Guard, Rank
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Events", "Outcome", "run", "with_files"]
+__all__ = ["SECONDS_OF_ONE_SIGNAL", "Events", "Outcome", "run", "with_files"]
 
 # A rank that lost another rank ends by itself within seconds, with a useful error.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_STOP = 5.0
+# PBS sends a signal to all processes of a job, and a parent such as timeout(1) sends it on.
+SECONDS_OF_ONE_SIGNAL = 0.5
 # A child process of a rank may hold the rank's output open after the rank has ended.
 _SECONDS_TO_DRAIN = 1.0
 _SECONDS_BETWEEN_CALLS = 1.0
@@ -180,7 +182,15 @@ def _signals(events: Events) -> Iterator[None]:
         return
     # Ignored signals stay ignored, for the ranks too, as after nohup or in a script's background.
     taken = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    handlers: dict[int, Any] = dict.fromkeys(taken, lambda caught, _: events.put(caught))
+    times: dict[int, float] = {}
+
+    def receive(caught: int, _: Any) -> None:
+        now = time.monotonic()
+        if now - times.get(caught, -SECONDS_OF_ONE_SIGNAL) >= SECONDS_OF_ONE_SIGNAL:
+            times[caught] = now
+            events.put(caught)
+
+    handlers: dict[int, Any] = dict.fromkeys(taken, receive)
     # If SIGCHLD is ignored, exit codes are lost.
     handlers[signal.SIGCHLD] = signal.SIG_DFL
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -290,7 +290,10 @@ def test_rank_that_fails_before_its_session_is_no_plain_program_if_it_had_one_be
     ("first", "why"),
     [
         (failed(137), "rank 3 on node2 failed first"),
-        ("all killed", "SIGKILL ended all ranks at once, as scancel of their step does"),
+        (
+            "all killed",
+            "SIGKILL ended all ranks at once, as the scheduler does that ends their step",
+        ),
     ],
 )
 def test_first_attempt_that_a_signal_killed_is_tried_again(tmp_path, capsys, first, why):

@@ -146,6 +146,44 @@ def test_flux_starts_an_agent_on_each_host(tmp_path, program):
     assert done.returncode == 0
 
 
+JSRUN = """#!/usr/bin/env python3
+import os, subprocess, sys
+options = "--nrs 2 --rs_per_host 1 --tasks_per_rs 1 --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS"
+assert sys.argv[1:13] == [*options.split(), "--bind", "none"], sys.argv
+tasks = [
+    subprocess.Popen(sys.argv[13:], env={
+        **os.environ, "JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_SIZE": "2",
+        "JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_LOCAL_SIZE": "1",
+        "HPCTRAIN_HOSTNAME": "ab"[rank],
+    })
+    for rank in range(2)
+]
+sys.exit(max([task.wait() for task in tasks]))
+"""
+
+
+def test_jsrun_starts_an_agent_on_each_host_but_the_launch_host(tmp_path, program):
+    """A stand-in, made after the manual."""
+    (tmp_path / "jsrun").write_text(JSRUN)
+    (tmp_path / "jsrun").chmod(0o755)
+    env = launches.environ(
+        LSB_JOBID="12",
+        LSB_MCPU_HOSTS="batch1 1 a 42 b 42",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        HPCTRAIN_MAIN_ADDRESS="127.0.0.1",  # the hosts are one
+    )
+    done = subprocess.run(
+        [*RUN, "--nproc-per-node", "2,1", program], env=env, timeout=PATIENCE,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert [row[1:5] for row in places(done.stdout)] == [
+        ["0", "3", "0", "0"],
+        ["1", "3", "1", "0"],
+        ["2", "3", "0", "1"],
+    ], done.stderr
+    assert done.returncode == 0
+
+
 # Slurm starts the instance of Flux that a job is submitted to.
 OUTER = """#!/bin/bash
 unset ${!SLURM_@}

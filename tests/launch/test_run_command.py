@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import launches
@@ -14,6 +15,7 @@ from processes import until
 
 from hpctrain.cli import main
 from hpctrain.errors import ContradictionError
+from hpctrain.launch.supervisor import SECONDS_OF_ONE_SIGNAL
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 PRINT_WORLD = """
@@ -292,9 +294,22 @@ def test_second_ctrl_c_kills_a_rank_that_ignores_the_first(script, background):
     assert all("ready" in start.stdout.readline() for _ in range(3))
     os.kill(start.pid, signal.SIGINT)
     assert all("saved" in start.stdout.readline() for _ in range(2))
+    time.sleep(SECONDS_OF_ONE_SIGNAL)
     os.kill(start.pid, signal.SIGINT)
     start.communicate(timeout=60)
     assert start.returncode == 128 + signal.SIGINT
+
+
+def test_signal_that_arrives_twice_at_once_counts_once(script, background, tmp_path):
+    """A scheduler sends it to all processes of a job, and timeout(1) sends it on."""
+    start = background([*RUN, "--nproc-per-node", "2", script(SAVES)])
+    assert all("ready" in start.stdout.readline() for _ in range(2))
+    os.kill(start.pid, signal.SIGINT)
+    assert "SIGINT is forwarded" in start.stderr.readline()
+    os.kill(start.pid, signal.SIGINT)
+    _, err = start.communicate(timeout=60)
+    assert start.returncode == 0, err
+    assert (tmp_path / "saved-0").exists()
 
 
 SLOW_TO_LEAVE = """

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from time import sleep
 
 import fake_slurm
 import launches
@@ -23,6 +24,7 @@ from fake_slurm import job
 from hpctrain import rundir
 from hpctrain.cli import main
 from hpctrain.launch import slurm_job
+from hpctrain.launch.supervisor import SECONDS_OF_ONE_SIGNAL
 from hpctrain.process import shared_memory
 from hpctrain.rundir import RunDirectory, effective_time
 
@@ -219,6 +221,7 @@ def test_sigterm_or_a_second_signal_ends_ranks_without_a_session(slurm, begin, n
     process.send_signal(numbers[0])
     for number in numbers[1:]:
         assert "stops the run" in process.stderr.readline()
+        sleep(SECONDS_OF_ONE_SIGNAL)
         process.send_signal(number)
     process.communicate(timeout=processes.PATIENCE)
     assert process.returncode == -signal.SIGTERM
