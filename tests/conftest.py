@@ -60,6 +60,7 @@ OPTIONAL_PARTS = {
     "ipv6": "a kernel with IPv6",
     "lightning": "pip install lightning",
     "no-driver": "a machine without an NVIDIA driver",
+    "own-slurm": "bash tests/run.sh without --slurm",
     "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
     "transformers": "pip install transformers accelerate",
     "two-cores": "two cores",

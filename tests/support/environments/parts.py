@@ -52,7 +52,7 @@ def of_slurm(program: Program) -> bool:
 def lacks(program: Program, cluster: Cluster) -> tuple[str, str]:
     """Return the first missing part of a program, and how to install it."""
     if cluster.version and not of_slurm(program):
-        return "mpi", "the hosts have another Slurm, and nothing else of the machine"
+        return "own-slurm", "the hosts have a root with another Slurm"
     path = f"{BIN}:{cluster.environ()['PATH']}"
     return next(((part, why) for part in program.needs if (why := missing(part, path))), ("", ""))
 
