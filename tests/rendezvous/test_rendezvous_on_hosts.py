@@ -263,11 +263,14 @@ def test_rendezvous_of_several_ranks_per_host(start, distribution, hosts):
     assert [outcome["host"] for outcome in start(launcher).results(6)] == hosts
 
 
+FREELY = "--allow-run-as-root --oversubscribe --bind-to none"
+
+
 @pytest.mark.parametrize(
     ("command", "part"),
     [
         ("mpirun.openmpi --allow-run-as-root --map-by seq --hostfile ../hosts -np 3", "openmpi"),
-        ("mpirun.openmpi --allow-run-as-root --map-by node -H node2:2,node3:1 -np 3", "openmpi"),
+        (f"mpirun.openmpi {FREELY} --map-by node -H node2:2,node3:1 -np 3", "openmpi"),
         ("mpirun.mpich -n 3 -hosts node2,node3", "mpich"),
     ],
 )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
+from typing import Any
 
 from cluster import NAME, SYSTEM_PATH, Cluster, ClusterError, available
 
@@ -70,20 +72,25 @@ class AccountedCluster(Cluster):
     def _start_munge(self) -> None:
         super()._start_munge()
         data = self.directory / "mysql"
+        # With the machine's own files, also where the hosts have a root with another Slurm: tried,
+        # slurmdbd 24.11 does not start with MariaDB 11.8 and these options.
+        inside = ["nsenter", "--target", str(self._holder("login")), "--net"]
         install = ["mariadb-install-db", *MARIADB[:2], f"--datadir={data}", "--skip-test-db"]
-        done = self.run(install, timeout=60)
+        env = self.environ()
+        done = subprocess.run([*inside, *install], env=env, capture_output=True, timeout=60)
         if done.returncode:
             raise ClusterError(f"mariadb-install-db failed: {done.stdout}{done.stderr}")
         files = [f"--{one}={data}/{one}" for one in ("socket", "pid-file", "log-error")]
         # It stays in the foreground, and ends with the other processes of the host.
         subprocess.Popen(
-            self.command(["mariadbd", *MARIADB, f"--datadir={data}", *files]), env=self.environ(),
+            [*inside, "mariadbd", *MARIADB, f"--datadir={data}", *files], env=env,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
-        self._until(["mariadb", "--no-defaults", f"--socket={data}/socket", "-e", "select 1"])
+        ready = ["mariadb", "--no-defaults", f"--socket={data}/socket", "-e", "select 1"]
+        self._until(lambda: subprocess.run([*inside, *ready], env=env, capture_output=True))
         self._daemon("login", ["slurmdbd"], self.directory / "login" / "slurmdbd.log")
-        self._until(["sacctmgr", "--noheader", "show", "cluster"])
+        self._until(lambda: self.run(["sacctmgr", "--noheader", "show", "cluster"]))
         for words in (
             ("cluster", "hpctrain"),
             ("account", "physics"),
@@ -93,10 +100,12 @@ class AccountedCluster(Cluster):
             if added.returncode:
                 raise ClusterError(f"sacctmgr add {words}: {added.stdout}{added.stderr}")
 
-    def _until(self, argv: list[str], timeout: float = 60) -> None:
+    def _until(
+        self, ask: Callable[[], subprocess.CompletedProcess[Any]], timeout: float = 60
+    ) -> None:
         """Wait until a daemon answers."""
         deadline = time.monotonic() + timeout
-        while (done := self.run(argv)).returncode:
+        while (done := ask()).returncode:
             if time.monotonic() > deadline:
-                raise ClusterError(f"{argv[0]}: {done.stderr}")
+                raise ClusterError(f"{done.args}: {done.stderr}")
             time.sleep(0.2)

@@ -25,7 +25,7 @@ SUITES = {
 }
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "munge"),
-    *("slurmdbd", "slurm-wlm-mysql-plugin", "mariadb-server-core", "mariadb-client-core"),
+    *("slurmdbd", "slurm-wlm-mysql-plugin"),
     *("bsdutils", "mount", "hostname", "iproute2", "procps", "git", "environment-modules"),
     *("openssh-server", "openssh-client", "openmpi-bin", "mpich", "dataset-fashion-mnist"),
     # What the machine's Python and Open MPI need.
