@@ -240,7 +240,7 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
     if first is None and recorded is None and killed:
         name = signal_name(end.code - 128)
         write_stderr(
-            f"hpctrain: {name} ended all ranks at once, as the scheduler does that ends their step\n"
+            f"hpctrain: {name} ended all ranks at once, as a scheduler does that ends their step\n"
         )
     # After a usage error every rank has printed the same few lines.
     if first is None or end.ranks == 1 or end.usage:

@@ -292,7 +292,7 @@ def test_rank_that_fails_before_its_session_is_no_plain_program_if_it_had_one_be
         (failed(137), "rank 3 on node2 failed first"),
         (
             "all killed",
-            "SIGKILL ended all ranks at once, as the scheduler does that ends their step",
+            "SIGKILL ended all ranks at once, as a scheduler does that ends their step",
         ),
     ],
 )
