@@ -54,6 +54,18 @@ def test_array_and_restart_count_of_an_outer_job_are_removed(slurm, make):
     assert not [name for name in own.env if name.startswith("SLURM_ARRAY_")]
 
 
+def test_heterogeneous_job_has_the_hosts_and_tasks_of_all_its_parts(make):
+    parts = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "a1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-2]",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_0": "4",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_1": "2(x2)",
+    }
+    own = make(SLURM_JOB_NODELIST="a1", SLURM_TASKS_PER_NODE="4", **parts).env
+    assert (own["SLURM_JOB_NODELIST"], own["SLURM_TASKS_PER_NODE"]) == ("a1,b[1-2]", "4,2(x2)")
+
+
 def test_array_task_keeps_its_index_and_gets_its_own_restart_count(slurm, make):
     # The id of the last task is that of the array.
     slurm.jobs(job("7_0", JobID="8", RestartCnt="5"), job("7_3", RestartCnt="1"))
