@@ -199,7 +199,7 @@ def _grid(value: Sequence[str]) -> dict[str, list[str]]:
 
 def _part(text: str) -> dict[str, str]:
     """Return the values of one more part, with the names of JobSpec."""
-    pairs = (_pair("part", entry) for entry in re.split(r",(?=[a-z-]+=)", text))
+    pairs = (_pair("part", entry) for entry in re.split(r",(?=[a-z_-]+=)", text))
     return {name.replace("-", "_"): value for name, value in pairs}
 
 

@@ -17,6 +17,7 @@ from hpctrain.jobs.spec import JobSpec
 __all__ = ["is_python", "render"]
 
 _WIDTH = 100
+_OPTIONS_OF_FLUX = re.compile(r"\A(\W*(?:flux|FLUX)):")
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
 _GUARD = """\
@@ -82,7 +83,11 @@ def _joined(*parts: str) -> str:
 
 
 def _head(about: str, directives: Sequence[str]) -> str:
-    lines = [f"# {printable(line)}".rstrip() for line in about.strip().splitlines()]
+    # Flux takes any comment with its name and a colon for options.
+    lines = [
+        _OPTIONS_OF_FLUX.sub(r"\1 :", f"# {printable(line)}").rstrip()
+        for line in about.strip().splitlines()
+    ]
     return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), *directives])
 
 

@@ -176,8 +176,11 @@ class JobSpec:
                 problems.append((f"{field.name} = {_shown(value)}", str(error)))
         if problems := problems or [*self._contradictions()]:
             raise complaint(problems)
-        if self.part:
-            _ = self.parts  # checks their values
+        for number, own in enumerate(self.part, 2):
+            try:
+                replace(self, part=(), **own)
+            except UsageError as error:
+                raise UsageError("HT801", f"part {number} of the job: {error.found}") from None
 
     @property
     def gpus(self) -> int:
@@ -193,7 +196,7 @@ class JobSpec:
     def parts(self) -> tuple["JobSpec", ...]:
         """The parts of a heterogeneous job as jobs of their own; other jobs have one part."""
         first = replace(self, part=())
-        return first, *(replace(first, **values) for values in self.part)
+        return first, *(replace(first, **own) for own in self.part)
 
     @property
     def ranks(self) -> int:

@@ -60,12 +60,10 @@ def _without_bad_hosts(spec: JobSpec, env: Mapping[str, str]) -> tuple[JobSpec, 
     from hpctrain.rundir import host_ledger  # not for a job that is only shown
 
     avoided = host_ledger.avoided(Path())
-    if not avoided or spec.exclude or env.get("SBATCH_EXCLUDE"):
+    if not avoided or spec.exclude or spec.part or env.get("SBATCH_EXCLUDE"):
         return spec, []
     try:
-        hosts = slurm.excludable(
-            avoided, sum(part.nodes for part in spec.parts) + spec.spares, spec.partition, env
-        )
+        hosts = slurm.excludable(avoided, spec.nodes + spec.spares, spec.partition, env)
     except slurm.NoAnswerError:
         return spec, []
     if not hosts:

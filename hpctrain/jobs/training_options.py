@@ -36,7 +36,8 @@ def check(spec: JobSpec) -> None:
     from hpctrain.arguments import early_check  # only for such scripts, as it is slow
 
     # With one task, `hpctrain run` starts a rank for each GPU that it finds.
-    is_certain = spec.launcher != "none" and (spec.ranks > spec.nodes or spec.gpus == 1)
+    several = any(part.tasks > 1 for part in spec.parts)
+    is_certain = spec.launcher != "none" and (several or all(p.gpus == 1 for p in spec.parts))
     ranks = spec.ranks if is_certain else None
     complete = not (spec.dependency or spec.setup)
     for setting in spec.sweep or ((),):

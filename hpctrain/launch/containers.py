@@ -57,13 +57,13 @@ def pyxis(image: str, folder: str, env: Mapping[str, str], variables: Sequence[s
     """
     folders = _mounts(env, _OF_PYXIS)
     if not any(Path(folder).is_relative_to(mounted) for mounted in folders):
-        folders.append(folder)
+        folders.append(_checked(folder, _OF_PYXIS))
     mounts = [f"{path}:{path}" for path in folders]
     # Pyxis reads its variable only without the option.
     mounts += filter(None, [env.get("PYXIS_CONTAINER_MOUNTS")])
     names = list(dict.fromkeys((*filter(env.get, _ALWAYS), *variables)))
     # A file by a plain relative path would be taken for the name of an image in a registry.
-    is_file = os.path.exists(_image(image, (image,), env))
+    is_file = os.path.isfile(_image(image, (image,), env))
     return [
         f"--container-image={_image(image, (image,) if is_file else ('.',), env)}",
         f"--container-mounts={','.join(mounts)}",
@@ -74,12 +74,16 @@ def pyxis(image: str, folder: str, env: Mapping[str, str], variables: Sequence[s
 
 def _mounts(env: Mapping[str, str], refused: str = _OF_BOTH) -> list[str]:
     names = ("SLURM_SUBMIT_DIR", env_vars.RUN_DIR, env_vars.SCRATCH)
-    folders = list(dict.fromkeys(env[name] for name in names if env.get(name)))
-    for folder in folders:
-        if set(folder) & set(refused):
-            expected = f"folders without {' '.join(refused)}"
-            raise UsageError("HT811", f"a container and the folder {folder}", expected)
-    return folders
+    folders = dict.fromkeys(env[name] for name in names if env.get(name))
+    return [_checked(folder, refused) for folder in folders]
+
+
+def _checked(folder: str, refused: str) -> str:
+    """Return a folder if its name can be mounted."""
+    if set(folder) & set(refused):
+        expected = f"folders without {' '.join(refused)}"
+        raise UsageError("HT811", f"a container and the folder {folder}", expected)
+    return folder
 
 
 def _image(name: str, relative: tuple[str, ...], env: Mapping[str, str]) -> str:

@@ -114,6 +114,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         UsageError: `nproc` does not fit the hosts.
     """
     counts: dict[str, int] = {}
+    away = False  # whether this process is on no host of the ranks
     jsrun = "LSB_JOBID" in env and shutil.which("jsrun", path=env.get("PATH")) is not None
     if env.get("FLUX_URI"):
         # Source: flux-hostlist(1). "local" stands for the hosts of the script's instance; without
@@ -134,8 +135,10 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         if max(counts.values(), default=0) < 2:
             counts = dict.fromkeys(counts, 0)
     else:
-        counts = dict.fromkeys(_hosts_of_lsf(env, jsrun), 0)
-    if len(counts) < 2:
+        hosts = hosts_of_job(env)
+        away = jsrun and _is_launch_host_first(env)
+        counts = dict.fromkeys(hosts[away:], 0)
+    if len(counts) < 2 and not (counts and away):
         return None
     if nproc == "auto":
         counts = dict.fromkeys(counts, 0)
@@ -147,15 +150,14 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     return _UnderJsrun(counts) if jsrun else _UnderMpirun(counts)
 
 
-def _hosts_of_lsf(env: Mapping[str, str], jsrun: bool) -> Sequence[str]:
-    """Return the hosts of a job of LSF, without the launch host where there is one.
+def _is_launch_host_first(env: Mapping[str, str]) -> bool:
+    """Check whether the first host of a job of LSF has no ranks, as jsrun starts nothing there.
 
-    Where jsrun starts the ranks, the script runs on a launch host with one slot, on which jsrun
-    starts nothing. Source: "Summit User Guide" of OLCF, section "Batch Scripts".
+    It has one slot, and the others have more. Source: "Summit User Guide" of OLCF, section "Batch
+    Scripts".
     """
-    hosts = hosts_of_job(env)
     slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
-    return hosts[1:] if jsrun and len(hosts) > 1 and slots[0] == "1" else hosts
+    return slots[:1] == ["1"] and len(slots) > 1 and "1" not in slots[1:]
 
 
 def _answer(*command: str) -> str:

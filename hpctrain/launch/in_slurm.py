@@ -1,6 +1,7 @@
 """Start of ranks in a Slurm job: by an agent on each host, by srun, or by a program of the user."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
-from hpctrain.errors import ContradictionError
+from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.launch import rank_environment, supervisor
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.containers import pyxis
@@ -40,6 +41,11 @@ _OF_THE_STEP = (
 )
 
 
+# srun reads each of them also for a part of a heterogeneous job.
+_OF_A_PART = re.compile(r"_(HET|PACK)_GROUP_\d+\Z", re.ASCII)
+_OF_ONE_PART = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")
+
+
 class InSlurm(JobHosts):
     """Hosts of a Slurm job; a job submitted with --no-kill survives the loss of some hosts.
 
@@ -62,6 +68,13 @@ class InSlurm(JobHosts):
         self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
     ) -> None:
         names = hosts_of_job(env)
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise UsageError(
+                "HT101",
+                f"{', '.join(sorted(twice))} in two parts of the job",
+                "hosts of its own for each part",
+                "#SBATCH --exclusive in each part",
+            )
         if nproc is None:
             counts = _tasks(env, names) or [0] * len(names)
         elif nproc == "auto":
@@ -103,28 +116,32 @@ class InSlurm(JobHosts):
         self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
     ) -> tuple[list[str], dict[str, str], Path]:
         """Return an srun that starts an agent on each host."""
-        environ = {name: value for name, value in environ.items() if name not in _OF_THE_STEP}
+        environ = {
+            name: value
+            for name, value in environ.items()
+            if _OF_A_PART.sub("", name) not in _OF_THE_STEP
+        }
         environ[env_vars.AGENT] = self._plan(hosts, attempt)
         agent = [sys.executable, "-m", "hpctrain.launch.agent"]
         # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
         how = ["--quiet", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered"]
         command = ["srun"]
-        for group, names in self._groups(hosts):
+        for part, names in self._groups(hosts):
             count = len(names)
             command += [":"] if len(command) > 1 else []
-            command += [*group, *how, f"--nodes={count}", f"--ntasks={count}"]
+            command += [*_group(part), *how, f"--nodes={count}", f"--ntasks={count}"]
             command += ["--ntasks-per-node=1", f"--nodelist={compress(names)}", *agent]
         step = attempt.folder / "step"
         step.mkdir(mode=0o700)
         return command, environ, step / "exit-status"
 
-    def _groups(self, hosts: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-        """Yield srun's option for each part of the job, and those of the hosts that are in it."""
+    def _groups(self, hosts: Sequence[str]) -> Iterator[tuple[int | None, list[str]]]:
+        """Yield the number of each part of the job, None without parts, and its hosts of these."""
         for number, part in enumerate(self._parts):
             if names := [host for host in hosts if host in part]:
-                yield [f"--het-group={number}"], names
+                yield number, names
         if not self._parts:
-            yield [], list(hosts)
+            yield None, list(hosts)
 
 
 class Once(InSlurm):
@@ -182,14 +199,22 @@ class Direct(Once):
             inside = self._inside
             how += pyxis(inside.container, os.getcwd(), environ, inside.variables)
         command = ["srun"]
-        for group, _ in self._groups(hosts):
-            suffix = group[0].replace("--het-group=", "_HET_GROUP_") if group else ""
+        if self._parts:
+            # Those of the first part would count for a part that has none.
+            environ = {name: value for name, value in environ.items() if name not in _OF_ONE_PART}
+        for part, _ in self._groups(hosts):
+            suffix = "" if part is None else f"_HET_GROUP_{part}"
             cpus = environ.get(f"SLURM_CPUS_PER_TASK{suffix}")
             command += [":"] if len(command) > 1 else []
             # Not every version of Slurm passes the CPUs from sbatch to srun.
-            command += [*group, *how, *([f"--cpus-per-task={cpus}"] if cpus else [])]
+            command += [*_group(part), *how, *([f"--cpus-per-task={cpus}"] if cpus else [])]
             command += attempt.command
         return command, environ, attempt.folder / "exit-status-0"
+
+
+def _group(part: int | None) -> list[str]:
+    """Return srun's option for a part of the job."""
+    return [] if part is None else [f"--het-group={part}"]
 
 
 def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:

@@ -176,8 +176,8 @@ class Rank:
         if memory.kills() <= self.kills:
             return ""
         most = memory.limit()
-        limit = "" if most is None else f" (limit of the job on this host: {most / 1e9:.1f} GB)"
-        return f", after the kernel has killed a process of this host for lack of memory{limit}"
+        limit = "" if most is None else f" (limit there: {most / 2**30:.1f} GiB)"
+        return f", after the kernel had killed a process on its host for lack of memory{limit}"
 
     def _how_to_install(self, error: str) -> str:
         """Return what to type after the error of a missing package; empty for other errors."""

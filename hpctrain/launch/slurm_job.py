@@ -188,10 +188,10 @@ class SlurmJob:
         try:
             listed = slurm.jobs(self.env, [label])
             # The label may be that of another job, if Slurm did not answer `own_environment`.
-            states = [job.state for job in listed if job.number == self.allocation.job_id]
-            if not states or states[0] not in _GOES_ON:
-                return f"its state is {states[0] if states else 'unknown'}"
-            if listed[0].preempted and slurm.requeues_preempted(self.env):
+            own = next((job for job in listed if job.number == self.allocation.job_id), None)
+            if own is None or own.state not in _GOES_ON:
+                return f"its state is {own.state if own else 'unknown'}"
+            if own.preempted and slurm.requeues_preempted(label, own.partition, self.env):
                 return ""
         except slurm.NoAnswerError as error:
             return str(error)
@@ -201,7 +201,7 @@ class SlurmJob:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
             slurm.requeue_unended(label, self.env)
-            self._exclude(listed[0].partition)
+            self._exclude(own.partition)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             time.sleep(_SECONDS_UNTIL_END)
         except slurm.NoAnswerError as error:

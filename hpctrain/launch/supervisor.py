@@ -102,7 +102,7 @@ def run(
 
     In the main thread, the first SIGINT, SIGHUP or signal of `signals.STOP` is forwarded to the
     ranks, without a time limit. A signal of another kind is forwarded too, because a scheduler may
-    send one kind as a warning and another at the end. A second signal of the same kind ends the
+    send one kind as a warning and another at the end. A later signal of the same kind ends the
     ranks at once. Child processes of the ranks end with them.
 
     Args:

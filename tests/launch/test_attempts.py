@@ -533,13 +533,13 @@ def test_nproc_per_node_that_does_not_fit_the_hosts_of_the_job_is_refused(nproc)
     assert caught.value.code == "HT213"
 
 
-def started_plan(hosts, used, slurm, tmp_path):
+def started_plan(hosts, used, slurm, tmp_path, variables=JOB):
     """Run an attempt with a fake srun, and return the plan that it gets for the agents."""
     seen = tmp_path / "seen"
     slurm.command("srun", more=f"env > {seen}")
     folder = tmp_path / "attempt"
     folder.mkdir()
-    environ = {**JOB, **slurm.env, "SLURM_NTASKS": "5", "SLURM_CPU_BIND": "none"}
+    environ = {**variables, **slurm.env, "SLURM_NTASKS": "5", "SLURM_CPU_BIND": "none"}
     end = hosts.run(used, Attempt(["python", "train.py"], environ, folder, "abc", 2))
     assert end == HostsEnd(0, False)
     variables = dict(line.partition("=")[::2] for line in seen.read_text().splitlines())
@@ -565,6 +565,7 @@ def test_srun_starts_one_agent_on_each_host(slurm, tmp_path):
 
 TWO_PARTS = {
     **JOB,
+    "SLURM_CPUS_PER_TASK_HET_GROUP_0": "8",
     "SLURM_HET_SIZE": "2",
     "SLURM_JOB_ID_HET_GROUP_0": "815",
     "SLURM_JOB_ID_HET_GROUP_1": "816",
@@ -581,7 +582,8 @@ TWO_PARTS = {
     ],
 )
 def test_srun_starts_an_agent_on_each_host_of_all_parts_of_a_job(slurm, tmp_path, used, parts):
-    started_plan(InSlurm(TWO_PARTS), used, slurm, tmp_path)
+    started_plan(InSlurm(TWO_PARTS), used, slurm, tmp_path, TWO_PARTS)
+    assert "CPUS_PER_TASK" not in (tmp_path / "seen").read_text()
     (called,) = slurm.calls.read_text().splitlines()
     commands = called.removeprefix("srun ").split(" : ")
     assert len(commands) == len(parts)

@@ -180,7 +180,7 @@ def test_rank_that_uses_up_the_memory_of_the_job_is_named_with_the_limit(
         ["sh", "-c", 'echo $$ >"$0"; exec "$@"', memory_of_300_mb, *run], tmp_path
     )
     assert (
-        "rank 1 failed first, with signal SIGKILL, after the kernel has killed a process of this "
-        "host for lack of memory (limit of the job on this host: 0.3 GB)"
+        "rank 1 failed first, with signal SIGKILL, after the kernel had killed a process on its "
+        "host for lack of memory (limit there: 0.3 GiB)"
     ) in done.stderr
     assert done.returncode == 128 + 9

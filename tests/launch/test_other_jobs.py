@@ -16,6 +16,7 @@ import pytest
 
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.launch import in_other_jobs
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 PATIENCE = 120
@@ -163,7 +164,7 @@ sys.exit(max([task.wait() for task in tasks]))
 
 
 def test_jsrun_starts_an_agent_on_each_host_but_the_launch_host(tmp_path, program):
-    """A stand-in, made after the manual."""
+    """Run a stand-in for jsrun, made after the manual."""
     (tmp_path / "jsrun").write_text(JSRUN)
     (tmp_path / "jsrun").chmod(0o755)
     env = launches.environ(
@@ -182,6 +183,23 @@ def test_jsrun_starts_an_agent_on_each_host_but_the_launch_host(tmp_path, progra
         ["2", "3", "0", "1"],
     ], done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("listed", "hosts"),
+    [
+        ("batch1 1 a 42", ["a"]),  # not on the launch host
+        ("a 1 b 1 c 1", ["a", "b", "c"]),
+        ("a 4 b 4", ["a", "b"]),
+        ("a 4", None),
+    ],
+)
+def test_hosts_of_a_job_of_lsf_with_jsrun(tmp_path, listed, hosts):
+    (tmp_path / "jsrun").write_text("#!/bin/sh\n")
+    (tmp_path / "jsrun").chmod(0o755)
+    env = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": listed, "PATH": str(tmp_path)}
+    found = in_other_jobs.hosts_of(env, None)
+    assert (found and list(found.names)) == hosts
 
 
 # Slurm starts the instance of Flux that a job is submitted to.

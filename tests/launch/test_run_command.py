@@ -301,7 +301,7 @@ def test_second_ctrl_c_kills_a_rank_that_ignores_the_first(script, background):
 
 
 def test_signal_that_arrives_twice_at_once_counts_once(script, background, tmp_path):
-    """A scheduler sends it to all processes of a job, and timeout(1) sends it on."""
+    """Ignore a repeat: a scheduler signals all processes, and timeout(1) sends the signal on."""
     start = background([*RUN, "--nproc-per-node", "2", script(SAVES)])
     assert all("ready" in start.stdout.readline() for _ in range(2))
     os.kill(start.pid, signal.SIGINT)

@@ -57,6 +57,7 @@ def test_array_and_restart_count_of_an_outer_job_are_removed(slurm, make):
 def test_heterogeneous_job_has_the_hosts_and_tasks_of_all_its_parts(make):
     parts = {
         "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "7",
         "SLURM_JOB_NODELIST_HET_GROUP_0": "a1",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-2]",
         "SLURM_TASKS_PER_NODE_HET_GROUP_0": "4",
@@ -64,6 +65,10 @@ def test_heterogeneous_job_has_the_hosts_and_tasks_of_all_its_parts(make):
     }
     own = make(SLURM_JOB_NODELIST="a1", SLURM_TASKS_PER_NODE="4", **parts).env
     assert (own["SLURM_JOB_NODELIST"], own["SLURM_TASKS_PER_NODE"]) == ("a1,b[1-2]", "4,2(x2)")
+    # Inherited, as this job was submitted in a heterogeneous one.
+    parts["SLURM_JOB_ID_HET_GROUP_0"] = "6"
+    own = make(SLURM_JOB_NODELIST="c1", SLURM_TASKS_PER_NODE="1", **parts).env
+    assert (own["SLURM_JOB_NODELIST"], own["SLURM_TASKS_PER_NODE"]) == ("c1", "1")
 
 
 def test_array_task_keeps_its_index_and_gets_its_own_restart_count(slurm, make):
@@ -167,18 +172,30 @@ def test_cancelled_job_is_not_requeued(slurm, make, tmp_path, capsys, state):
     assert f"job 7 is not started again: its state is {state}\n" in capsys.readouterr().err
 
 
+REQUEUES = "JobId=7 Requeue=1 Restarts=0\nPartitionName=main PreemptMode=REQUEUE State=UP\n"
+PREEMPTS = "PreemptType = preempt/partition_prio\n"
+
+
 @pytest.mark.parametrize(
-    ("version", "called"),
-    [("22.05.8", ["scontrol requeue incomplete 7"]), ("24.11.5", []), ("26.05.5", [])],
+    ("version", "shown", "called"),
+    [
+        ("22.05.8", REQUEUES + PREEMPTS, True),
+        ("24.05.0", REQUEUES + PREEMPTS, False),
+        ("26.05.5", REQUEUES + PREEMPTS, False),
+        # Slurm would not requeue these.
+        ("26.05.5", REQUEUES.replace("=REQUEUE", "=CANCEL") + PREEMPTS, True),
+        ("26.05.5", REQUEUES.replace("Requeue=1", "Requeue=0") + PREEMPTS, True),
+        ("26.05.5", REQUEUES + "PreemptType = preempt/qos\n", True),
+    ],
 )
 @pytest.mark.parametrize("name", ["slurm", "slurm-wlm"])  # the latter is Debian's
 def test_job_in_the_grace_time_of_a_preemption_is_requeued_once(
-    slurm, make, tmp_path, capsys, version, called, name
+    slurm, make, tmp_path, capsys, version, shown, called, name
 ):
     slurm.jobs(job("7", PreemptTime="2026-11-26T02:45:46"))
-    slurm.command("scontrol", f"{name} {version}")
+    slurm.command("scontrol", f"{name} {version}\n{shown}")
     assert make().after(exit_codes.STOPPED, "TERM", tmp_path) == exit_codes.STOPPED
-    assert requeues(slurm) == ["scontrol --version", *called]
+    assert ("scontrol requeue incomplete 7" in requeues(slurm)) == called
     said = "job 7 is preempted, and Slurm requeues it now" in capsys.readouterr().err
     assert said == (not called)
 

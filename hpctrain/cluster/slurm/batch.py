@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 _VERSION = re.compile(r"slurm\S* (\d+)\.(\d+)")
-_REQUEUES_PREEMPTED = (24, 11)
+_REQUEUES_PREEMPTED = (24, 5)
 # sbatch tries again while the controller is busy, and for one minute if there is no slurm.conf.
 _SECONDS_TO_SUBMIT = 120.0
 
@@ -86,17 +86,36 @@ def signal_batch(label: str, name: str, env: Mapping[str, str]) -> None:
     ask(["scancel", "--batch", f"--signal={name}", label], env)
 
 
-def requeues_preempted(env: Mapping[str, str]) -> bool:
+def requeues_preempted(label: str, partition: str, env: Mapping[str, str]) -> bool:
     """Check whether Slurm requeues a job that ends in the grace time of a preemption.
 
-    Seen with 24.11 and 26.05. There, a job that calls `scontrol requeue` in that time is started
-    once more after it has finished. 22.05 lets the job end.
+    Slurm does so from 24.05 on, for a job with --requeue whose preemption is by the priority of
+    its partition, with PreemptMode=REQUEUE. There, a job that calls `scontrol requeue` in that time
+    is started once more after it has finished. Earlier versions let the job end. Source:
+    `_slurm_rpc_complete_batch_script` in slurmctld; seen with 22.05, 24.11 and 26.05.
 
-    Raises:
-        NoAnswerError: the command failed; the text has Slurm's reason.
+    Args:
+        label: `JOBID`, or `ARRAYJOBID_TASK`.
+        partition: partition of the job.
+        env: environment of the commands.
+
+    Returns:
+        The result; False if Slurm does not answer, as a second start does less harm than none.
     """
-    version = _VERSION.search(ask(["scontrol", "--version"], env))
-    return version is not None and (int(version[1]), int(version[2])) >= _REQUEUES_PREEMPTED
+    try:
+        version = _VERSION.search(ask(["scontrol", "--version"], env))
+        if version is None or (int(version[1]), int(version[2])) < _REQUEUES_PREEMPTED:
+            return False
+        return all(
+            text in ask(["scontrol", *command], env)
+            for command, text in (
+                (["show", "job", "--oneliner", label], " Requeue=1 "),
+                (["show", "partition", "--oneliner", partition], " PreemptMode=REQUEUE "),
+                (["show", "config"], "preempt/partition_prio"),
+            )
+        )
+    except NoAnswerError:
+        return False
 
 
 def requeue_unended(label: str, env: Mapping[str, str]) -> None:

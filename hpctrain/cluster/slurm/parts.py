@@ -42,7 +42,12 @@ def of_all_parts(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _values(env: Mapping[str, str], name: str) -> list[str]:
-    """Return the values of a variable in all parts; empty if a part lacks it."""
+    """Return the values of a variable in all parts; empty if a part lacks it.
+
+    A job that was submitted in a heterogeneous one has inherited the variables of its parts.
+    """
+    if env.get("SLURM_JOB_ID_HET_GROUP_0") != env.get("SLURM_JOB_ID"):
+        return []
     count = number(env, "SLURM_HET_SIZE") or 0
     values = [env.get(f"{name}_HET_GROUP_{part}", "") for part in range(count)]
     return values if all(values) else []

@@ -118,10 +118,12 @@ def _joined(listed: Sequence[QueuedJob]) -> list[QueuedJob]:
     """Return the jobs with the parts of each heterogeneous job, 70+0 and 70+1, as one job, 70."""
     found: dict[str, QueuedJob] = {}
     for job in sorted(listed, key=lambda job: int(job.label.partition("+")[2] or 0)):
-        label, plus, _ = job.label.partition("+")
+        label, plus, offset = job.label.partition("+")
         first = found.get(label)
         if not plus or first is None:
-            found[label] = replace(job, label=label)
+            # squeue lists a later part alone if it was asked for the id of that part.
+            name = label if offset in ("", "0") else job.label
+            found[name] = replace(job, label=name)
             continue
         nodes = str(int(first.nodes) + int(job.nodes))
         hosts = ",".join(filter(None, (first.hosts, job.hosts)))

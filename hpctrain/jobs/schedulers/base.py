@@ -20,7 +20,7 @@ OF_SLURM = (
     *("finish", "container", "stage_code", "stage_environment", "stage_data"),
     *("max_restarts", "requeue_plain"),
 )
-_PLAIN = re.compile(r"[\w@%+=:,./{}-]+\Z", re.ASCII)
+_PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Scheduler:
     Attributes:
         directives: function that returns the lines with the options of a job. It raises ValueError
             with what was found and what was expected.
-        lacks: fields of JobSpec that it has nothing for.
+        lacks: fields of JobSpec that it has no option for.
         setup: lines of bash that come first.
         signals: whether it sends the signal before the end of the time; else coreutils' `timeout`
             does.
@@ -51,7 +51,7 @@ class Scheduler:
             spec: description of the job.
 
         Raises:
-            UsageError: the scheduler has nothing for some of the values.
+            UsageError: the scheduler has no option for some of the values.
         """
         problems = list(self._problems(name, spec))
         lines: Sequence[str] = ()
@@ -82,8 +82,12 @@ class Scheduler:
                     f"{field} with the scheduler {name}",
                     "none: its scripts have no option for it",
                 )
-        if self.lacks and spec.launcher != "hpctrain":
+        if name != "slurm" and spec.launcher != "hpctrain":
             yield f"launcher = {spec.launcher} with the scheduler {name}", "launcher = hpctrain"
+        if name != "slurm" and spec.signal_time and not spec.time:
+            yield f"signal_time without time, with the scheduler {name}", "both"
+        if name != "slurm" and spec.array and spec.run_dir:
+            yield f"run_dir and array with the scheduler {name}", "array: each task has its own"
 
 
 def plain(name: str, value: str) -> str:
@@ -93,7 +97,7 @@ def plain(name: str, value: str) -> str:
         ValueError: it has other characters.
     """
     if not _PLAIN.match(value):
-        raise ValueError(f"{name} = {value!r}", "letters, digits and @%+=:,./-")
+        raise ValueError(f"{name} = {value!r}", "letters, digits and @%+=:,./_-")
     return value
 
 
@@ -119,9 +123,8 @@ def log(spec: JobSpec, names: dict[str, str]) -> str:
         ValueError: the scheduler has nothing for one of the patterns.
     """
     pattern = spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
-    parts = re.split(r"(%.)", pattern)
+    parts = re.split(r"(%.)", plain("output", pattern))
     for part in parts[1::2]:
         if part not in names:
             raise ValueError(f"output = {pattern}", f"of the patterns only {', '.join(names)}")
-    text = "".join(names.get(part, part) for part in parts)
-    return plain("output", text)
+    return "".join(names.get(part, part) for part in parts)

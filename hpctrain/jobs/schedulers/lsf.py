@@ -2,7 +2,6 @@
 
 import re
 
-from hpctrain.errors import exit_codes
 from hpctrain.jobs import units
 from hpctrain.jobs.schedulers.base import Scheduler, gpus, log, plain
 from hpctrain.jobs.spec import JobSpec
@@ -40,8 +39,7 @@ def _lines(spec: JobSpec) -> list[str]:
     patterns = {"%x": plain("name", spec.title), "%j": "%J", "%A": "%J", "%a": "%I"}
     lines.append(f"-o {log(spec, patterns)}")
     if spec.requeue:
-        # Again on other hosts after the loss of one, and after a stop that has saved.
-        lines += ["-r", f'-Q "{exit_codes.STOPPED}"']
+        lines.append("-r")
     return [f"#BSUB {line}" for line in lines]
 
 

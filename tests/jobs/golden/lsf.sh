@@ -12,7 +12,6 @@
 #BSUB -w "done(123)"
 #BSUB -o logs/train-%J.log
 #BSUB -r
-#BSUB -Q "75"
 
 set -e
 ended() { echo "ended before hpctrain run, code $1"; exit $(($1 ? $1 : 2)); }
@@ -31,5 +30,4 @@ export GREETING='it'"'"'s me'
 
 exec timeout --foreground --preserve-status --signal=USR1 \
     $((129300 > SECONDS ? 129300 - SECONDS : 1)) hpctrain run \
-    --nproc-per-node 4 --run-dir 'my runs/one' train.py \
-    --data 'my data' --lr 0.1 "$@"
+    --nproc-per-node 4 train.py --data 'my data' --lr 0.1 "$@"

@@ -32,5 +32,4 @@ export GREETING='it'"'"'s me'
 
 exec timeout --foreground --preserve-status --signal=USR1 \
     $((129300 > SECONDS ? 129300 - SECONDS : 1)) hpctrain run \
-    --nproc-per-node 4 --run-dir 'my runs/one' train.py \
-    --data 'my data' --lr 0.1 "$@"
+    --nproc-per-node 4 train.py --data 'my data' --lr 0.1 "$@"
