@@ -12,6 +12,7 @@ import pytest
 from fake_slurm import job
 
 from hpctrain.cluster import slurm
+from hpctrain.cluster.launchers.base import hosts_of_job
 
 SHOWN = (
     "JobId=70 JobName={name} UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0 "
@@ -226,3 +227,12 @@ def test_sacct_and_sacctmgr_jobs_and_accounts(fake):
     fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
     with pytest.raises(slurm.NoAnswerError, match="disabled"):
         slurm.ended("70", fake.env)
+
+
+def test_hosts_of_a_job_are_not_those_of_a_step_of_mpirun():
+    """Read the variables that Slurm 26.05 gives to the daemons of mpirun of Open MPI 6."""
+    env = {"SLURM_JOB_NODELIST": "node[2-3]", "SLURM_NODELIST": "node[1-3]"}
+    assert hosts_of_job(env) == ("node1", "node2", "node3")
+    # A heterogeneous job, of all whose parts `of_all_parts` makes one list.
+    env = {"SLURM_JOB_NODELIST": "node1,node[2-3]", "SLURM_NODELIST": "node1"}
+    assert hosts_of_job(env) == ("node1", "node2", "node3")

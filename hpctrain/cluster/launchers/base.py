@@ -132,7 +132,11 @@ def hosts_of_job(env: Environ) -> tuple[str, ...]:
         ContradictionError: SLURM_JOB_NODELIST is not a host list.
     """
     listed = env.get("LSB_MCPU_HOSTS", "").split()[::2]
-    return host_list(env, "SLURM_JOB_NODELIST") or tuple(dict.fromkeys(listed))
+    hosts = host_list(env, "SLURM_JOB_NODELIST") or tuple(dict.fromkeys(listed))
+    # Seen with mpirun of Open MPI 6 and Slurm 26.05: in the step of its daemons, the first variable
+    # has the hosts of the step.
+    whole = host_list(env, "SLURM_NODELIST")
+    return whole if whole and set(hosts) < set(whole) else hosts
 
 
 class Launcher:
