@@ -266,7 +266,7 @@ def save(path: Path, renew: Callable[[list[dict[str, Any]]], list[dict[str, Any]
 def version_of_slurm(name: str) -> str:
     """Return the version of the Slurm of a root, or of the machine's own."""
     within = [] if name == "machine" else ["chroot", str(slurm_roots.root(name))]
-    shown = subprocess.run([*within, "srun", "--version"], capture_output=True, text=True)
+    shown = subprocess.run([*within, "slurmctld", "-V"], capture_output=True, text=True)
     return shown.stdout.split()[-1]
 
 

@@ -583,7 +583,7 @@ def containers(cluster, lacking):
         lacking("apptainer", "the hosts have none")
     settings = {
         "APPTAINER_USERNS": "1",  # root lacks a right here that it has on a real host
-        "APPTAINER_BIND": f"{launches.TOP},{sys.base_prefix}",
+        "APPTAINER_BIND": f"{launches.TOP},{sys.prefix},{sys.base_prefix}",
         "APPTAINERENV_PREPEND_PATH": str(launches.BIN),
     }
     before = ("env", *(f"{name}={value}" for name, value in settings.items()))
