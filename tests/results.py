@@ -7,7 +7,7 @@
 
 Each test is a row of the first page, with the first line of its docstring: passed, failed and left
 out, by backend. A row of the second page gets a new date if all tests under its `tests` were run
-and none failed. With --slurm, each file of tests has a row in a table of docs/launchers.md, and
+and none failed. With --slurm, each file of tests has a row in a table of docs/status.md, and
 each version a column. Only in a clean tree, and with all slow tests. Then: python benchmarks/pages
 """
 

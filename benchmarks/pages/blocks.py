@@ -11,7 +11,6 @@ COMMAND = "python benchmarks/pages"
 PAGES = (
     "benchmarks/README.md",
     "docs/errors.md",
-    "docs/launchers.md",
     "docs/ported.md",
     "docs/programs.md",
     "docs/reliability.md",

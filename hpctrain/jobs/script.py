@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
+from hpctrain.jobs import schedulers
 from hpctrain.jobs.quoting import quote
-from hpctrain.jobs.schedulers import SCHEDULERS
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["is_python", "render"]
@@ -50,12 +50,12 @@ def render(spec: JobSpec, tree: str = "", scheduler: str = "slurm") -> str:
     Args:
         spec: description of the job.
         tree: snapshot of the code that the job runs; empty for the code as it is.
-        scheduler: a name of `SCHEDULERS`.
+        scheduler: a name of `schedulers.SCHEDULERS`.
 
     Raises:
         UsageError: options of a command, but no command; the scheduler has nothing for a field.
     """
-    chosen = SCHEDULERS[scheduler]
+    chosen = schedulers.of(scheduler)
     signal = spec.signal if chosen.signals and spec.signal_seconds else ""
     count = [] if chosen.tasks else ["--nproc-per-node", str(spec.tasks)]
     return _joined(

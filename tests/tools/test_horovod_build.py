@@ -59,6 +59,7 @@ and (ROCM_HOME is not None)) else False)"
 """,
     "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\n",
     "cmake/Modules/FindNCCL.cmake": "find_path(NCCL_INCLUDE_DIR\n        NAMES nccl.h\n",
+    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "  const size_type count_;\n",
     "horovod/runner/js_run.py": "from distutils.spawn import find_executable\n",
     "horovod/common/gloo/gloo_context.cc": """\
   device_attr.iface = gloo_iface_;
@@ -166,6 +167,8 @@ def test_patches_of_horovod_over_gloo(extracted):
     assert "global_ranks_.resize(size_)" in text(
         extracted, "horovod/common/gloo/gloo_controller.cc"
     )
+    header = text(extracted, "third_party/flatbuffers/include/flatbuffers/stl_emulation.h")
+    assert header == "  size_type count_;\n"
     assert "mended_by_hpctrain = True" in text(extracted, "horovod/__init__.py").splitlines()
     wait = text(extracted, "horovod/torch/mpi_ops_v2.cc")
     assert wait.index("int checks = 0;") < wait.index("while (true)") < wait.index("++checks < 200")

@@ -1,13 +1,17 @@
-"""Schedulers that `hpctrain render` writes batch scripts for: one file and one line for each."""
+"""Schedulers that `hpctrain render` writes batch scripts for: one file and one name for each."""
 
-from collections.abc import Mapping
+from importlib import import_module
 
 from hpctrain.jobs.schedulers.base import LOG, LOG_OF_ARRAY, Scheduler
-from hpctrain.jobs.schedulers.flux import FLUX
-from hpctrain.jobs.schedulers.lsf import LSF
-from hpctrain.jobs.schedulers.pbs import PBS
-from hpctrain.jobs.schedulers.slurm import SLURM
 
-__all__ = ["LOG", "LOG_OF_ARRAY", "SCHEDULERS"]
+__all__ = ["LOG", "LOG_OF_ARRAY", "SCHEDULERS", "of"]
 
-SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "flux": FLUX}
+# Modules of this package, each with a SCHEDULER. They are imported when they are used.
+SCHEDULERS = ("slurm", "pbs", "lsf", "flux")
+
+
+def of(name: str) -> Scheduler:
+    """Return a scheduler by its name in `SCHEDULERS`."""
+    module = import_module(f"{__name__}.{name}")
+    scheduler: Scheduler = module.SCHEDULER
+    return scheduler

@@ -4,7 +4,7 @@ from hpctrain.jobs import units
 from hpctrain.jobs.schedulers.base import OF_SLURM, Scheduler, gpus, log, plain
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["FLUX"]
+__all__ = ["SCHEDULER"]
 
 
 def _lines(spec: JobSpec) -> list[str]:
@@ -29,4 +29,4 @@ def _lines(spec: JobSpec) -> list[str]:
 
 _NAMES = {"queue": "partition", "bank": "account", "dependency": "dependency"}
 # It has no limit for the memory, and its arrays are several jobs.
-FLUX = Scheduler(_lines, lacks=(*OF_SLURM, "memory", "array"))
+SCHEDULER = Scheduler(_lines, lacks=(*OF_SLURM, "memory", "array"))

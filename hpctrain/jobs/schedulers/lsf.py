@@ -6,7 +6,7 @@ from hpctrain.jobs import units
 from hpctrain.jobs.schedulers.base import Scheduler, gpus, log, plain
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["LSF"]
+__all__ = ["SCHEDULER"]
 
 _INDICES = re.compile(r"[1-9]\d*(-\d+(:\d+)?)?(,[1-9]\d*(-\d+(:\d+)?)?)*\Z", re.ASCII)
 _CONDITIONS = {"afterok": "done", "afternotok": "exit", "afterany": "ended", "after": "started"}
@@ -51,4 +51,4 @@ def _condition(dependency: str) -> str:
     return " && ".join(f"{condition}({job})" for job in match[2].split(":")[1:])
 
 
-LSF = Scheduler(_lines)
+SCHEDULER = Scheduler(_lines)

@@ -6,7 +6,7 @@ from hpctrain.jobs import units
 from hpctrain.jobs.schedulers.base import Scheduler, gpus, plain
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["PBS"]
+__all__ = ["SCHEDULER"]
 
 _RANGE = re.compile(r"\d+-\d+(:\d+)?\Z", re.ASCII)
 _DEPENDENCY = re.compile(r"after(ok|notok|any)?:[\w.\[\]-]+(:[\w.\[\]-]+)*\Z", re.ASCII)
@@ -47,4 +47,4 @@ def _lines(spec: JobSpec) -> list[str]:
 
 
 # PBS starts a script in the home.
-PBS = Scheduler(_lines, setup='cd "$PBS_O_WORKDIR"')
+SCHEDULER = Scheduler(_lines, setup='cd "$PBS_O_WORKDIR"')

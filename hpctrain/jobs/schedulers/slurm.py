@@ -6,7 +6,7 @@ from hpctrain.jobs.quoting import directive
 from hpctrain.jobs.schedulers.base import LOG, LOG_OF_ARRAY, Scheduler
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["SLURM"]
+__all__ = ["SCHEDULER"]
 
 # Fields that have sbatch's own names.
 _AS_THEY_ARE = ("partition", "account", "qos", "constraint", "exclude")
@@ -67,4 +67,4 @@ def _again(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
             yield name, None if extra is True else str(extra)
 
 
-SLURM = Scheduler(_lines, lacks=(), signals=True, tasks=True)
+SCHEDULER = Scheduler(_lines, lacks=(), signals=True, tasks=True)
