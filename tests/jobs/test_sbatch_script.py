@@ -165,6 +165,14 @@ def test_other_scheduler_refuses_values_that_it_would_read_otherwise(scheduler, 
         render(JobSpec(**{"command": "python train.py", **more}), scheduler=scheduler)
 
 
+@pytest.mark.parametrize(
+    ("time", "limit"), [("90m", "1:30"), ("7170s", "2:00"), ("61s", "0:02"), ("1d12h", "36:00")]
+)
+def test_time_limit_of_lsf_is_in_whole_minutes(time, limit):
+    text = render(JobSpec(command="python x.py", time=time), scheduler="lsf")
+    assert f"#BSUB -W {limit}\n" in text
+
+
 def test_command_in_a_job_of_another_scheduler_gets_the_signal_once_before_the_end(tmp_path):
     """Run the script by bash, with a time limit of 4 s and a margin of 3 s."""
     program = tmp_path / "hpctrain"

@@ -8,7 +8,16 @@ from hpctrain.jobs import spec as job_spec
 from hpctrain.jobs import units
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["LOG", "LOG_OF_ARRAY", "OF_SLURM", "Scheduler", "gpus", "log", "plain"]
+__all__ = [
+    "LOG",
+    "LOG_OF_ARRAY",
+    "OF_SLURM",
+    "Scheduler",
+    "gpus",
+    "log",
+    "plain",
+    "queue_and_account",
+]
 
 # Default names of the log. Source: "filename pattern" of sbatch(1).
 LOG = "%x-%j.log"
@@ -84,6 +93,8 @@ class Scheduler:
                 )
         if name != "slurm" and spec.launcher != "hpctrain":
             yield f"launcher = {spec.launcher} with the scheduler {name}", "launcher = hpctrain"
+        if name != "slurm" and spec.memory == "0":
+            yield f"memory = 0 with the scheduler {name}", "a size"
         if name != "slurm" and spec.signal_time and not spec.time:
             yield f"signal_time without time, with the scheduler {name}", "both"
         if name != "slurm" and spec.array and spec.run_dir:
@@ -99,6 +110,16 @@ def plain(name: str, value: str) -> str:
     if not _PLAIN.match(value):
         raise ValueError(f"{name} = {value!r}", "letters, digits and @%+=:,./_-")
     return value
+
+
+def queue_and_account(spec: JobSpec, queue: str, account: str) -> list[str]:
+    """Return the given options with partition and account, as far as the job has them.
+
+    Raises:
+        ValueError: as for `plain`.
+    """
+    pairs = ((queue, "partition"), (account, "account"))
+    return [f"{o} {plain(name, getattr(spec, name))}" for o, name in pairs if getattr(spec, name)]
 
 
 def gpus(spec: JobSpec) -> int:

@@ -3,7 +3,7 @@
 import re
 
 from hpctrain.jobs import units
-from hpctrain.jobs.schedulers.base import Scheduler, gpus, log, plain
+from hpctrain.jobs.schedulers.base import Scheduler, gpus, log, plain, queue_and_account
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["SCHEDULER"]
@@ -24,16 +24,12 @@ def _lines(spec: JobSpec) -> list[str]:
     lines = [f"-J {name}", f"-n {spec.nodes * slots}", f'-R "span[ptile={slots}]"']
     if devices := gpus(spec):
         lines.append(f'-gpu "num={devices}"')
-    if spec.memory == "0":
-        raise ValueError("memory = 0", "a size")
     if spec.memory:
         lines.append(f'-R "rusage[mem={spec.memory}/host]"')
     if spec.time:
-        hours, rest = divmod(units.seconds(spec.time), 3600)
-        lines.append(f"-W {hours}:{-(-rest // 60):02}")
-    for option, field in (("q", "partition"), ("P", "account")):
-        if value := getattr(spec, field):
-            lines.append(f"-{option} {plain(field, value)}")
+        hours, minutes = divmod(-(-units.seconds(spec.time) // 60), 60)
+        lines.append(f"-W {hours}:{minutes:02}")
+    lines += queue_and_account(spec, "-q", "-P")
     if spec.dependency:
         lines.append(f'-w "{_condition(spec.dependency)}"')
     patterns = {"%x": plain("name", spec.title), "%j": "%J", "%A": "%J", "%a": "%I"}

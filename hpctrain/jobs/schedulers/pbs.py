@@ -3,7 +3,7 @@
 import re
 
 from hpctrain.jobs import units
-from hpctrain.jobs.schedulers.base import Scheduler, gpus, plain
+from hpctrain.jobs.schedulers.base import Scheduler, gpus, plain, queue_and_account
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["SCHEDULER"]
@@ -16,17 +16,13 @@ def _lines(spec: JobSpec) -> list[str]:
     cpus, devices = spec.cpus_per_task or 1, gpus(spec)
     chunk = f"select={spec.nodes}:ncpus={spec.tasks * cpus}:mpiprocs={spec.tasks}:ompthreads={cpus}"
     chunk += f":ngpus={devices}" if devices else ""
-    if spec.memory == "0":
-        raise ValueError("memory = 0", "a size")
     chunk += f":mem={spec.memory.lower()}b" if spec.memory else ""
     # qsub sends no variable without -V; sbatch and bsub send all.
     lines = [f"-N {plain('name', spec.title)}", f"-l {chunk}", "-l place=scatter", "-j oe", "-V"]
     if spec.time:
         hours, rest = divmod(units.seconds(spec.time), 3600)
         lines.append(f"-l walltime={hours:02}:{rest // 60:02}:{rest % 60:02}")
-    for option, name in (("q", "partition"), ("A", "account")):
-        if value := getattr(spec, name):
-            lines.append(f"-{option} {plain(name, value)}")
+    lines += queue_and_account(spec, "-q", "-A")
     if spec.dependency:
         if not _DEPENDENCY.match(spec.dependency):
             raise ValueError(f"dependency = {spec.dependency}", "one such as afterok:JOB:JOB")
