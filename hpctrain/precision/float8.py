@@ -77,5 +77,7 @@ class Float8(BFloat16):
         convert_to_float8_training(
             model,
             module_filter_fn=lambda _, name: name in fitting,
-            config=Float8LinearConfig(emulate=self._emulated),
+            # The gradient of a weight is a product over the rows of a batch, whose number may be
+            # no multiple of 16: torchao adds rows of zeros.
+            config=Float8LinearConfig(emulate=self._emulated, pad_inner_dim=True),
         )

@@ -87,13 +87,13 @@ def train(
         return rows, max(parts), len(model.state_dict())
 
 
-def start(size, path, *arguments, layout=(), **options):
+def start(size, path, *arguments, runner=ranks.run, layout=(), **options):
     """Start ranks in a folder; return the result of rank 0, or the error of a rank."""
     before = Path.cwd()
     Path(path).mkdir(exist_ok=True)
     os.chdir(path)
     try:
-        return ranks.values(ranks.run(size, trained, arguments, options, layout=layout))[0]
+        return ranks.values(runner(size, trained, arguments, options, layout=layout))[0]
     finally:
         os.chdir(before)
 

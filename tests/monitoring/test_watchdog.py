@@ -827,7 +827,7 @@ def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):
 
     def torch_thread():
         until(lambda: select.select([reader], [], [], 0)[0] and os.read(reader, 9))
-        Path(f"{os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}2").write_text("collectives")
+        Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}2").write_text("collectives")
 
     thread = threading.Thread(target=torch_thread)
     thread.start()

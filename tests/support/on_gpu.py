@@ -1,12 +1,12 @@
 """Ranks on a GPU, with results on the host."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ranks
 import torch
+from ranks import run as run_ranks
 
 from hpctrain.cluster.visible_gpus import CUDA
 from hpctrain.process.pytree import map_tensors
@@ -17,16 +17,22 @@ _TIMEOUT = 300.0
 
 
 def run(
-    size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    layout: Sequence[int] = (),
+    timeout: float = _TIMEOUT,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run `ranks.run` with time for CUDA to start; return the results on the host.
 
     Args:
         size: ranks.
-        function, arguments, env: as of `ranks.run`; the GPUs are those that this process sees.
+        function, arguments, layout, timeout, env: as of `ranks.run`; the GPUs are those that this
+            process sees.
     """
     more = {CUDA: ",".join(visible()), **(env or {})}
-    return ranks.run(size, _on_host, function, *arguments, timeout=_TIMEOUT, env=more)
+    return run_ranks(size, _on_host, function, *arguments, layout=layout, timeout=timeout, env=more)
 
 
 def _on_host(function: Callable[..., Any], *arguments: Any) -> Any:

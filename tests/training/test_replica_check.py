@@ -107,13 +107,6 @@ def check_culprit(results, wrong, folder="evidence"):
     return str(results[0])
 
 
-@pytest.fixture
-def evidence(tmp_path):
-    """Return the variables of ranks that leave failure records."""
-    (tmp_path / "evidence").mkdir()
-    return {"HPCTRAIN_EVIDENCE": str(tmp_path / "evidence")}
-
-
 @pytest.mark.parametrize(
     ("what", "name", "options"),
     [

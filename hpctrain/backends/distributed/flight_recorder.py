@@ -10,15 +10,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
+
 from hpctrain.backends.borrowed_env import Environment
 
 __all__ = ["FlightRecorder"]
 
-_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+# torch 2.8 renamed them, and each rank warns about the old names.
+_SIZES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_FILES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_KNOWN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)  # index of the known names
 _ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _REQUEST = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-_NEWER_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # the name of newer releases of torch, which comes first
 
 
 class FlightRecorder:
@@ -33,8 +36,9 @@ class FlightRecorder:
         self._environment, self._rank = environment, rank
         self._folder = tempfile.mkdtemp(prefix="hpctrain-nccl-")
         self._fifo: int | None = None
-        self._chosen = os.environ.get(_NEWER_FILE) or os.environ.get(_FILE)
-        environment.default(_SIZE, "2000")  # the default of newer releases of torch
+        self._chosen = next(filter(None, map(os.environ.get, _FILES)), None)
+        if not any(map(os.environ.get, _SIZES)):
+            environment.set(_SIZES[_KNOWN], "2000")  # the default of newer releases of torch
         environment.default(_ON_TIMEOUT, "1")
         environment.default(_REQUEST, f"{self._folder}/rank-")
 
@@ -49,7 +53,8 @@ class FlightRecorder:
             # The open FIFO is enough, and nothing is left if this process is killed.
             shutil.rmtree(self._folder, ignore_errors=True)
         prefix = self._chosen or str(folder.absolute() / "nccl-rank-")
-        self._environment.set(_FILE, prefix)
+        if not self._chosen:
+            self._environment.set(_FILES[_KNOWN], prefix)
         return f"/proc/{os.getpid()}/fd/{self._fifo}", f"{prefix}{self._rank}"
 
     def close(self) -> None:

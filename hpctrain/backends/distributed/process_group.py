@@ -56,12 +56,12 @@ class ProcessGroup(Backend):
         limits = [
             datetime.timedelta(seconds=seconds) for seconds in (start_timeout, settings.timeout)
         ]
-        if self.transport == "gloo":
+        libraries, self._recorder = self._libraries(), None
+        if "gloo" in libraries:
             # gloo reads the interface from the environment only. Its default is the address of the
             # host's own name: on many clusters 127.0.1.1.
             self._environment.default(GLOO_INTERFACE, interface_of(own))
-            self._recorder = None
-        else:
+        if "nccl" in libraries:
             self._recorder = FlightRecorder(self._environment, world.rank)
         try:
             store = open_store(rendezvous, limits[0])
@@ -69,7 +69,7 @@ class ProcessGroup(Backend):
             connected = PrefixStore(f"{rendezvous.nonce}/connected", store)
             try:
                 dist.init_process_group(
-                    self.transport,
+                    libraries,
                     store=PrefixStore(rendezvous.nonce, store),
                     rank=world.rank,
                     world_size=world.world_size,
@@ -103,6 +103,10 @@ class ProcessGroup(Backend):
                 "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
             ) from None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def _libraries(self) -> str:
+        """Return the libraries of the process group, as `init_process_group` takes them."""
+        return self.transport
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor with an all-reduce."""

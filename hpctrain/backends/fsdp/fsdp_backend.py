@@ -95,6 +95,10 @@ class FSDP(ProcessGroup):
                 "leave --fsdp-offload out",
             )
 
+    def _libraries(self) -> str:
+        """Return NCCL alone, or gloo as well for weights that wait in the memory of the host."""
+        return "cpu:gloo,cuda:nccl" if self._own["offload"] else super()._libraries()
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Divide the model in place; all ranks begin with the weights of rank 0.
 

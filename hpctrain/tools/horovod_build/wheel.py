@@ -34,6 +34,8 @@ _PERCENT = re.compile(r"\[ *(\d+)%\]")  # progress that CMake's makefiles print
 _ERROR = re.compile(r"\b(fatal )?error\b:|CMake Error|^ERROR: ", re.IGNORECASE)
 _ERROR_LINES = 8
 _BYTES_PER_COMPILER = 2 << 30
+# Horovod needs them, and other headers no longer include them since GCC 13 and 14.
+_HEADERS = "-include cstdint -include stdexcept -include string"
 
 #: Function that prints one line for the user.
 PrintLine = Callable[[str], None]
@@ -203,8 +205,7 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
     changed |= {
         "PYTHONPATH": ":".join(filter(None, (str(tools), env.get("PYTHONPATH")))),
         "PATH": f"{tools / 'bin'}:{env.get('PATH', os.defpath)}",
-        # Horovod needs them, and other headers no longer include them since GCC 13 and 14.
-        "CXXFLAGS": f"-include cstdint -include string {env.get('CXXFLAGS', '')}".strip(),
+        "CXXFLAGS": f"{_HEADERS} {env.get('CXXFLAGS', '')}".strip(),
         "CMAKE_GENERATOR": "Unix Makefiles",
         # A variable, because later releases of pip, which always build so, have no such option.
         "PIP_USE_PEP517": "1",
