@@ -58,13 +58,19 @@ def run(
             arguments.json.write_text(json.dumps(result))
         return
     record = {"benchmark": Path(parser.prog).stem, **facts(packages)}
-    record |= {k: v for k, v in vars(arguments).items() if k not in ("save", "json")}
+    record |= _gpu() | {k: v for k, v in vars(arguments).items() if k not in ("save", "json")}
     record["results"] = measure(arguments)
     print(table(rows(named(record))))
     for subject, figure, target, reached in outcomes(record):
         print(f"{subject}: {figure}, target {target}: {reached}")
     print("Medians over rounds, with 95 % intervals; ratios and differences round by round.")
     save(arguments.save, record)
+
+
+def _gpu() -> dict[str, str]:
+    """Return the name of the GPU, if the program has imported torch and it finds one."""
+    torch = sys.modules.get("torch")
+    return {"gpu": torch.cuda.get_device_name()} if torch and torch.cuda.is_available() else {}
 
 
 def _count(text: str) -> int:

@@ -109,8 +109,11 @@ if [ "$tier" = planted ]; then
 fi
 options=(-rs ${strict:+--strict-parts} ${slurm:+-m slurm})
 [ "$tier" = default ] || options+=("--$tier")
-# Ranks wait for each other, and jobs for Slurm, about half of the time: two workers a core.
-options+=(-n "$((2 * $(nproc)))" --dist loadgroup --no-loadscope-reorder)
+# Ranks wait for each other, and jobs for Slurm, about half of the time: two workers a core. On a GPU
+# the ranks take turns, and more workers do not help.
+workers=$((2 * $(nproc)))
+[ "$tier" != gpu ] || workers=$((workers < 12 ? workers : 12))
+options+=(-n "$workers" --dist loadgroup --no-loadscope-reorder)
 code=0
 if [ "$tier" = gpu ]; then
     # Also without --strict: who asks for these tests has a GPU.

@@ -252,6 +252,7 @@ _BENCHMARKS = (
     "checkpoint",
     "checkpoint_ranks",
     "fsdp",
+    "gpt",
     "memory_checkpoint",
     "submit",
 )
