@@ -101,10 +101,15 @@ def _cut(line: Sequence[tuple[str, int, Entry]], begin: int, end: int) -> list[P
     pieces, at = [], 0
     for name, number, entry in line:
         flat, item = entry.flat, entry.flat.element_size()
-        first, last = (min(max(-((at - limit) // item), 0), flat.numel()) for limit in (begin, end))
-        at += flat.nbytes
+        count = flat.numel()
+        if begin <= at and at + count * item <= end:
+            first, last = 0, count
+        else:
+            first, last = (min(max(-((at - limit) // item), 0), count) for limit in (begin, end))
+            flat = flat[first:last]
+        at += count * item
         if first < last:
-            source = flat[first:last].view(torch.uint8)
+            source = flat.view(torch.uint8)
             pieces.append(Piece(name, number, entry.extent.start + first, source, item))
     return pieces
 

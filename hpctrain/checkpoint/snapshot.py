@@ -2,8 +2,10 @@
 
 import io
 import pickle
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,8 @@ __all__ = ["Buffers", "Entry", "Part", "Piece", "Snapshot", "filled", "freeze", 
 
 # Share of the available memory that a copy may use: training continues to allocate memory.
 _SHARE = 0.9
+_CHUNK = 4 << 20  # bytes that a thread copies at a time
+_MOST_THREADS = 4  # more than the memory of a host serves
 # Expected state and fixes in a UsageError.
 _EXPECTED = "tensors and plain values in every state_dict()"
 _FIXES = "float(x) for a number of NumPy's", "strings and lists for objects"
@@ -234,19 +238,24 @@ def _entries(
     entries = {}
     for number in plain:
         tensor = tensors[number]
-        extent, order = extents.get(id(tensor)), _order(tensor)
-        if order is None or (
-            extent is None
-            and not (
-                type(tensor) is Tensor
-                and not tensor.requires_grad
-                and uses[_key(tensor)] == 1
-                and tensor.untyped_storage().nbytes() == tensor.nbytes
-            )
+        extent = extents.get(id(tensor))
+        if extent is None and not (
+            type(tensor) is Tensor
+            and not tensor.requires_grad
+            and uses[_key(tensor)] == 1
+            and tensor.untyped_storage().nbytes() == tensor.nbytes
         ):
             continue
-        flat = tensor.detach().permute(order).reshape(-1)
-        rows = list(order) == sorted(order)
+        order = None
+        if tensor.is_contiguous():
+            flat = tensor.detach().view(-1)
+        else:
+            dimensions = range(tensor.dim())
+            order = tuple(sorted(dimensions, key=tensor.stride().__getitem__, reverse=True))
+            ordered = tensor.detach().permute(order)
+            if not ordered.is_contiguous():
+                continue  # its elements are not dense in memory
+            flat = ordered.view(-1)
         where = (flat.data_ptr(), tensor.dtype, tensor.shape, order)
         same = first.setdefault(where, number) if flat.numel() else number
         entries[number] = Entry(
@@ -254,7 +263,7 @@ def _entries(
             tensor.dtype,
             extent or Extent.whole(tensor.shape, (0,)),
             extent is not None,
-            None if rows else order,
+            order,
             flat,
             None if same == number else same,
         )
@@ -271,14 +280,6 @@ def _names(value: Any, path: str) -> Iterator[tuple[int, str]]:
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
             yield from _names(inner, f"{path}.{number}" if path else str(number))
-
-
-def _order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions in the order of memory; None if the elements are not dense there."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    order = tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
-    return order if tensor.permute(order).is_contiguous() else None
 
 
 def _round_trip(part: str, value: Any) -> Any:
@@ -318,7 +319,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._buffers: list[tuple[tuple[int, bool], Tensor]] = []  # each with its size and kind
         self._last_kind = ""
 
     def copy(self, snapshot: Snapshot) -> bool:
@@ -329,13 +330,13 @@ class Buffers:
             buffers = self._take([(s.numel(), s.is_cuda) for s in sources])
             if buffers is None:
                 return False
+            on_host = []
             for source, buffer in zip(sources, buffers, strict=True):
                 if source.is_cuda:
                     buffer.copy_(source, non_blocking=True)
                 else:
-                    # With NumPy, in this thread: torch's threads synchronize after each tensor,
-                    # which takes seconds on a busy host.
-                    buffer.numpy()[:] = source.numpy()
+                    on_host.append((buffer.numpy(), source.numpy()))
+            _copy(on_host)
             copies = {
                 key: buffer.untyped_storage()
                 for key, buffer in zip(storages, buffers, strict=False)
@@ -358,10 +359,10 @@ class Buffers:
     def _take(self, sizes: Sequence[tuple[int, bool]]) -> list[Tensor] | None:
         """Return one buffer per size in bytes, pinned or not; None if there is no memory."""
         pool: dict[tuple[int, bool], list[Tensor]] = {}
-        for buffer in self._buffers:
-            pool.setdefault((buffer.numel(), buffer.is_pinned()), []).append(buffer)
+        for size, buffer in self._buffers:
+            pool.setdefault(size, []).append(buffer)
         found = [pool[size].pop() if pool.get(size) else None for size in sizes]
-        self._buffers = [buffer for buffer in found if buffer is not None]
+        self._buffers = [(n, b) for n, b in zip(sizes, found, strict=True) if b is not None]
         pool.clear()
         more = sum(
             _buffer_bytes(*n) for n, buffer in zip(sizes, found, strict=True) if buffer is None
@@ -378,7 +379,7 @@ class Buffers:
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
             self._refuse((str(error).splitlines() or ["MemoryError"])[0])
             return None
-        self._buffers = taken
+        self._buffers = list(zip(sizes, taken, strict=True))
         if more:
             total = sum(_buffer_bytes(*size) for size in sizes)
             self._log(
@@ -401,6 +402,34 @@ class Buffers:
         if kind != self._last_kind:
             (logger.warning if warn else logger.info)("%s", text)
         self._last_kind = kind
+
+
+def _copy(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Copy arrays of bytes, with as many threads as torch has.
+
+    Args:
+        pairs: a target and a source each.
+    """
+    # torch's own threads synchronize after each tensor, which takes seconds on a busy host.
+    work = deque(
+        (target[at : at + _CHUNK], source[at : at + _CHUNK])
+        for target, source in pairs
+        for at in range(0, len(target), _CHUNK)
+    )
+
+    def copy() -> None:
+        with suppress(IndexError):
+            while True:
+                target, source = work.popleft()
+                target[:] = source
+
+    count = min(torch.get_num_threads(), _MOST_THREADS) if len(work) > 1 else 1
+    threads = [threading.Thread(target=copy) for _ in range(count - 1)]
+    for thread in threads:
+        thread.start()
+    copy()
+    for thread in threads:
+        thread.join()
 
 
 def _storages(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
