@@ -3,13 +3,14 @@
 import argparse
 import importlib
 import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import CheckpointError
-from hpctrain.jobs import job_tables
+from hpctrain.jobs import job_tables, lookup
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
@@ -26,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "is damaged. With --step, lists the tensors of one checkpoint. Exit code 1 if one is "
         "damaged.",
     )
-    command.add_argument("run", metavar="RUN_DIR", help="run directory")
+    command.add_argument("run", metavar="RUN", help="run directory, job number, or job name")
     command.add_argument("--step", type=int, metavar="N", help="list the tensors of this one")
     command.set_defaults(command=_main)
 
@@ -34,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     loading = importlib.import_module("hpctrain.checkpoint.loading")
-    directory = RunDirectory(arguments.run)
+    directory = RunDirectory(lookup.run_directory(arguments.run, os.environ))
     found: dict[int, Path] = loading.places(directory)
     if arguments.step is not None:
         found = {step: folder for step, folder in found.items() if step == arguments.step}

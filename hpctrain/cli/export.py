@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
+from hpctrain.jobs import lookup
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
@@ -19,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "files that other programs read without running code. With several models, the names "
         "begin with model0. and so on."
     )
-    parser.add_argument("run", metavar="RUN_DIR", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, job number, or job name")
     parser.add_argument(
         "target",
         metavar="OUT",
@@ -52,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     checkpoint = importlib.import_module("hpctrain.checkpoint")
-    directory = RunDirectory(arguments.run)
+    directory = RunDirectory(lookup.run_directory(arguments.run, os.environ))
     step = checkpoint.export(
         directory,
         arguments.target,

@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 from hpctrain.errors import exit_codes
+from hpctrain.jobs import lookup
 
 __all__ = ["add"]
 
@@ -15,7 +17,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Writes one HTML page with the curves, times, starts and options of a run, or "
         "of several runs side by side. The page needs no other file and no network."
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directory")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, job number, or job name"
+    )
     parser.add_argument(
         "--output",
         metavar="FILE.html",
@@ -28,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the other commands do not need the plotting modules.
     report = importlib.import_module("hpctrain.monitoring.report")
-    page = report.write(arguments.runs, arguments.output)
+    runs = [str(lookup.run_directory(name, os.environ)) for name in arguments.runs]
+    page = report.write(runs, arguments.output)
     sys.stdout.write(f"{page}: open it in a browser\n")
     return exit_codes.DONE

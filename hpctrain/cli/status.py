@@ -6,22 +6,26 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from hpctrain.cli.terminal import put
+from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError, exit_codes
-from hpctrain.jobs import job_status, job_tables, lookup, run_progress
+from hpctrain.jobs import job_status, job_tables, lookup, pending, run_progress
 from hpctrain.jobs.job_status import JobStatus
 
 __all__ = ["add"]
+
+_MOST_RUNS = 10
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
-        "Shows your jobs that wait or run, and ended jobs that Slurm still lists. Of named jobs it "
-        "also shows the log, and if one has failed, the cause and how to continue. "
-        "Without Slurm, shows the runs below ./runs."
+        "Shows your jobs that wait or run, ended jobs that Slurm still lists, and the newest runs "
+        "below ./runs. Of named jobs it also shows the log; if one waits, why, and what would "
+        "start sooner; if one has failed, the cause and how to continue. "
+        "Without Slurm, shows all runs below ./runs."
     )
     parser.add_argument(
         "names", nargs="*", metavar="RUN", help="job number, run directory, or job name"
@@ -59,14 +63,16 @@ def _main(arguments: argparse.Namespace) -> int:
 
 def _put_details(statuses: Sequence[JobStatus]) -> None:
     for status in statuses:
-        if lines := job_tables.details(status):
+        waits = pending.lines(status.queued, os.environ) if status.queued else []
+        if lines := job_tables.details(status, waits):
             put(f"{f'job {status.label}' if status.label else status.run_dir}\n{lines}")
 
 
 def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:
     """Return the status of the named jobs and runs; without names, of all jobs of the user."""
     if not names:
-        return [job_status.of_queued(job, os.environ, named=False) for job in user_jobs]
+        listed = [job_status.of_queued(job, os.environ, named=False) for job in user_jobs]
+        return listed + _newest_runs(listed)
     try:
         return [status for name in names for status in _named(name, user_jobs)]
     except slurm.NoAnswerError as error:
@@ -86,7 +92,42 @@ def _named(name: str, user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:
     ended = _accounted(named.label)
     if len(ended) == 1:
         return [job_status.of_ended(ended[0], named.run_dir)]
-    return [job_status.of_run(named.run_dir, named.label)]
+    return [_of_run(named.run_dir, named.label)]
+
+
+def _newest_runs(listed: Sequence[JobStatus]) -> list[JobStatus]:
+    """Return the newest runs below ./runs whose jobs are not listed, the oldest first."""
+    shown = {os.path.realpath(status.run_dir) for status in listed if status.run_dir}
+    others = [path for path in _visible_runs() if os.path.realpath(path) not in shown]
+    others.sort(key=_changed)
+    if older := len(others[:-_MOST_RUNS]):
+        note(
+            f"and {older} older run{'s' * (older > 1)} below ./runs: hpctrain status RUN shows one"
+        )
+    return [_of_run(path, run_progress.label_of(path)) for path in others[-_MOST_RUNS:]]
+
+
+def _of_run(path: Path, label: str) -> JobStatus:
+    """Return the status of a run whose job Slurm does not list, if it is one of this user."""
+    return job_status.of_run(path, label, bool(label) and _owner(path) == os.getuid())
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return None
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _visible_runs() -> list[Path]:
+    return [path for path in lookup.runs() if not path.name.startswith(".")]
 
 
 def _accounted(label: str) -> list[slurm.Ended]:
@@ -103,5 +144,5 @@ def _without_slurm(names: Sequence[str]) -> list[JobStatus]:
         runs = [lookup.find(name, (), os.environ).run_dir for name in names]
         paths = [run for run in runs if run is not None]
     else:
-        paths = [path for path in lookup.runs() if not path.name.startswith(".")]
+        paths = _visible_runs()
     return [job_status.of_run(path, run_progress.label_of(path)) for path in paths]

@@ -18,6 +18,9 @@ from hpctrain.jobs.units import slurm_seconds
 
 __all__ = ["JobStatus", "as_json", "of_ended", "of_queued", "of_run"]
 
+# Status of a run that has recorded no end, and of a folder without a run, if their job is over.
+INTERRUPTED, NEVER_BEGAN = "interrupted", "never began"
+
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
@@ -29,6 +32,7 @@ class JobStatus:
         ended: record in Slurm's accounting, or None.
         run_dir: run directory, or None.
         progress: progress of the run; None if the run directory has no run yet.
+        forgotten: whether Slurm has answered, and does not list the job of the run any more.
     """
 
     label: str
@@ -36,11 +40,16 @@ class JobStatus:
     ended: slurm.Ended | None = None
     run_dir: Path | None = None
     progress: Progress | None = None
+    forgotten: bool = False
 
     @property
     def run_status(self) -> str:
         """Status of the run, if it has a directory."""
-        return "no run yet" if self.progress is None else self.progress.status or "not ended"
+        over = self.forgotten or self.ended is not None
+        over = over or (self.queued is not None and not self.queued.active)
+        if self.progress is None:
+            return NEVER_BEGAN if over else "no run yet"
+        return self.progress.status or (INTERRUPTED if over else "not ended")
 
     @property
     def log(self) -> Path | None:
@@ -54,7 +63,7 @@ class JobStatus:
         """Whether the job has ended without success; False for a cancelled one."""
         if record := self.queued or self.ended:
             return record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
-        return self.run_status in failures.FAILED
+        return self.run_status in (*failures.FAILED, INTERRUPTED, NEVER_BEGAN)
 
     @property
     def failure(self) -> str:
@@ -79,9 +88,9 @@ def of_ended(job: slurm.Ended, run: Path | None) -> JobStatus:
     return JobStatus(job.label, None, job, run, progress(run) if run else None)
 
 
-def of_run(run: Path, label: str) -> JobStatus:
-    """Return the status of a run whose job is not in Slurm."""
-    return JobStatus(label, None, None, run, progress(run))
+def of_run(run: Path, label: str, forgotten: bool = False) -> JobStatus:
+    """Return the status of a run whose job is not in Slurm; `forgotten` is that of JobStatus."""
+    return JobStatus(label, None, None, run, progress(run), forgotten)
 
 
 def as_json(status: JobStatus) -> dict[str, Any]:
@@ -100,6 +109,8 @@ def as_json(status: JobStatus) -> dict[str, Any]:
         "elapsed_seconds": slurm_seconds(job.used) if job and job.state != "PENDING" else None,
         "remaining_seconds": slurm_seconds(job.left) if job and job.active else None,
         "start_time": job and _unix_time(job.start),
+        "submit_time": job and _unix_time(job.submitted),
+        "dependency": (job.dependency if job and job.dependency != "(null)" else "") or None,
         "reason": (bare(job.reason) or None) if job else None,
         "explanation": (explained(job) or None) if job else None,
         "failure": status.failure or None,

@@ -9,6 +9,7 @@ from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.jobs.job_status import JobStatus
+from hpctrain.jobs.pending import since
 from hpctrain.jobs.run_progress import Progress
 from hpctrain.jobs.slurm_reasons import notes
 
@@ -44,8 +45,10 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
     """Return the cells from NAME to LEFT, and the texts of the last cell."""
     waits = job.state == "PENDING"
     texts = [text] if (text := notes(job)) else []
-    if waits and "T" in job.start:
-        texts.append(f"expected start {job.start.replace('T', ' ')}")
+    if waits:
+        texts += [text for text in [since(job)] if text]
+        texts += [f"after {printable(job.dependency)}"] if job.dependency != "(null)" else []
+        texts += [f"expected start {job.start.replace('T', ' ')}"] if "T" in job.start else []
     return (
         _cut(printable(job.name), _LONGEST_NAME),
         printable(job.state).lower(),
@@ -56,9 +59,14 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
     ), texts
 
 
-def details(status: JobStatus) -> str:
-    """Return lines about a job that need more space than a row: cause, time, log, commands."""
-    lines = [("cause:", status.failure)] if status.failure else []
+def details(status: JobStatus, waits: Sequence[tuple[str, str]] = ()) -> str:
+    """Return lines about a job that need more space than a row: cause, time, log, commands.
+
+    Args:
+        status: status of the job.
+        waits: lines about its wait, each with its name.
+    """
+    lines = [*waits, *([("cause:", status.failure)] if status.failure else [])]
     if status.progress is not None and status.progress.effective is not None:
         lines.append(("time:", str(status.progress.effective)))
     if status.log is not None and os.path.exists(status.log):

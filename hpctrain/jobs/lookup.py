@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs.run_progress import label_of, progress, run_of
 from hpctrain.jobs.slurm_reasons import absent
 
-__all__ = ["Named", "find", "own_jobs", "runs"]
+__all__ = ["Named", "find", "own_jobs", "run_directory", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,35 @@ def find(
             "its number instead of its name",
         )
     raise UsageError("HT818", f"{name!r} is neither a job nor a run here", _candidates(user_jobs))
+
+
+def run_directory(name: str, env: Mapping[str, str]) -> Path:
+    """Return the run directory of a folder, a run below ./runs, a job's number or a job's name.
+
+    Slurm is asked only if no folder has the name. A path with a slash may also be missing.
+
+    Raises:
+        UsageError: no run has the name, or several have.
+    """
+    if os.sep in name or os.path.exists(name):
+        return Path(name)
+    if path := _run(name):
+        return path
+    try:
+        jobs = find(name, slurm.jobs(env, uid=os.getuid()), env).jobs
+    except slurm.NoAnswerError:
+        jobs = find(name, (), {}).jobs if not slurm.is_label(name) else ()
+    found = {path for path in (run_of(job, env) for job in jobs) if path}
+    if len(found) != 1:
+        several = ", ".join(sorted(map(printable, found)))
+        raise UsageError(
+            "HT818",
+            f"{printable(name)} has {len(found) or 'no'} run{'s' * (len(found) != 1)}"
+            + (f": {several}" if found else " here"),
+            "a run directory, or a job with one run",
+            "hpctrain status, which lists the runs below ./runs",
+        )
+    return found.pop()
 
 
 def _labels(jobs: Sequence[slurm.QueuedJob]) -> set[str]:

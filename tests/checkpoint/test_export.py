@@ -270,4 +270,4 @@ def test_export_help_needs_no_torch():
         [sys.executable, "-c", code, "export", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "RUN_DIR" in done.stdout
+    assert "RUN OUT" in done.stdout

@@ -322,6 +322,8 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
         "elapsed_seconds": 86412,
         "remaining_seconds": 47 * 60 + 48,
         "start_time": int(time.mktime(time.strptime("2026-11-21 10", "%Y-%m-%d %H"))),
+        "submit_time": int(time.mktime(time.strptime("2026-11-21 09", "%Y-%m-%d %H"))),
+        "dependency": None,
         "reason": None,
         "explanation": None,
         "failure": None,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fake_slurm
@@ -12,7 +13,8 @@ from fake_slurm import job
 
 from hpctrain import cli
 from hpctrain.cluster import slurm
-from hpctrain.jobs import job_tables, run_progress, slurm_reasons
+from hpctrain.errors import UsageError
+from hpctrain.jobs import job_tables, lookup, run_progress, slurm_reasons
 
 
 @pytest.fixture
@@ -142,6 +144,96 @@ def test_status_without_slurm_shows_local_runs(fake, capsys):
             ["70", "not", "ended", "3", "runs/train-70"],
         ]
     assert run_status(capsys, "train-69").out.splitlines()[1].startswith("69")
+
+
+def test_status_the_next_day_shows_the_newest_runs(fake, capsys, monkeypatch):
+    """Slurm has forgotten the jobs: runs without a recorded end are interrupted."""
+    monkeypatch.setattr(os, "getuid", os.geteuid)
+    for number in range(1, 13):
+        make_run(f"train-{number}", "done" if number % 2 else "", step=number)
+    Path("runs/train-13").mkdir()
+    make_run("by-hand")
+    for number, name in enumerate([*(f"train-{n}" for n in range(1, 14)), "by-hand"]):
+        os.utime(Path("runs", name), (number, number))
+    shown = run_status(capsys)
+    rows = [line.split()[:2] for line in shown.out.splitlines()[1:]]
+    assert rows[:2] == [["5", "done"], ["6", "interrupted"]]
+    assert rows[-1] == ["not", "ended"]
+    assert ["13", "never"] in rows
+    assert "4 older runs below ./runs" in shown.err
+    fake.jobs(job("13", WorkDir=os.getcwd(), UserID=str(os.geteuid())))
+    shown = run_status(capsys)
+    assert shown.out.splitlines()[1].split()[:3] == ["13", "train", "running"]
+    assert "never began" not in shown.out
+    fake.command("sacct", "12|FAILED|3:0")
+    assert "interrupted" not in run_status(capsys, "train-12").out
+
+
+def test_pending_job_shows_since_when_and_for_what_it_waits(fake, capsys):
+    submitted = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - 7500))
+    waits = {"State": "PENDING", "NodeList": "", "StartTime": "N/A", "SubmitTime": submitted}
+    fake.jobs(job("71", Reason="Dependency", Dependency="afterok:70(unfulfilled)", **waits))
+    line = run_status(capsys).out.splitlines()[1]
+    assert f"since {submitted.replace('T', ' ')} (2 h 5 min); after afterok:70(unfulfilled)" in line
+    shown = run_status(capsys, "71").out
+    assert "  options:  --dependency afterok:70(unfulfilled) (squeue)\n" in shown
+    assert "  before it: 0 pending jobs of its partition have a higher priority (squeue)\n" in shown
+
+
+# Starts at 10:00 as it is, at 09:00 with half its time, and never with fewer nodes.
+TEST_ONLY = """
+case "$*" in
+*--test-only*--nodes=1*) echo "allocation failure: Requested node configuration" >&2; exit 1 ;;
+*--test-only*--time=12*) start=10:00:00 ;;
+*--test-only*--time=24*) start=09:00:00 ;;
+*) start=10:00:00 ;;
+esac
+echo "sbatch: Job 9 to start at 2026-11-30T$start using 4 processors on nodes n1" >&2
+exit 0
+"""
+
+
+def test_pending_job_shows_what_would_start_sooner(fake, capsys):
+    waits = {"State": "PENDING", "NodeList": "", "Reason": "Priority", "PriorityLong": "50"}
+    fake.jobs(
+        job("71", **waits),
+        job("72", **waits | {"PriorityLong": "90", "UserID": "7"}),
+        job("73", PriorityLong="95"),
+        job("74", **waits | {"PriorityLong": "90", "Partition": "big"}),
+    )
+    fake.command("scontrol", "#!/bin/bash\nexec hpctrain run t.py")
+    fake.command("sinfo", "main*|1:00:00|4|up|gpu:4\nbig|infinite|40|up|(null)\nold|1:00|1|down|")
+    fake.command("sbatch", more=TEST_ONLY)
+    shown = run_status(capsys, "71").out
+    assert "  options:  --nodes 2 --time 48:00 --partition main (squeue)\n" in shown
+    assert "  before it: 1 pending job of its partition has a higher priority (squeue)\n" in shown
+    sooner = "--time=24: a new job would start at 2026-11-30 09:00, 1 h 0 min sooner"
+    assert [line for line in shown.splitlines() if "sooner:" in line] == [
+        f"  sooner:   {sooner} (sbatch --test-only)"
+    ]
+    calls = [line for line in fake.calls.read_text().splitlines() if "--test-only" in line]
+    assert len(calls) == 5  # as it is, two times, fewer nodes, one other partition
+    fake.jobs(job("71", **waits | {"Reason": "PartitionTimeLimit", "TimeLimit": "2:00:00"}))
+    assert (
+        "--time 2:00:00 --partition main; main has 4 nodes and allows 1:00:00 (sinfo) (squeue)"
+        in run_status(capsys, "71").out
+    )
+
+
+@pytest.mark.parametrize(
+    "output", ["", "sbatch: error: Batch job submission failed", "to start at 7"]
+)
+def test_pending_job_without_an_answer_of_slurm_shows_no_guess(fake, capsys, output):
+    fake.jobs(
+        job("71", State="PENDING", NodeList="", Reason="Resources", SubmitTime="N/A",
+            PriorityLong="N/A")
+    )  # fmt: skip
+    fake.command("scontrol", "#!/bin/bash")
+    fake.command("sbatch", error=output)
+    shown = run_status(capsys, "71").out
+    assert "sooner" not in shown
+    assert "waits:" not in shown
+    assert "before it" not in shown
 
 
 def test_status_of_finished_run_by_name_and_number(fake, capsys):
@@ -410,3 +502,27 @@ def test_cancel_and_requeue_fail_when_slurm_does_not_answer(fake, capsys):
     for command in ("cancel", "requeue"):
         assert cli.main([command, "70"]) == 1
         assert "Unable to contact" in capsys.readouterr().err
+
+
+def test_run_directory_of_a_folder_a_number_and_a_name(fake):
+    path = make_run("train-69", "done")
+    make_run("a/model-7", "done")
+    elsewhere = Path("elsewhere/runs/train-70")
+    elsewhere.mkdir(parents=True)
+    fake.jobs(job("70", Name="long", WorkDir=str(Path("elsewhere").absolute())))
+    fake.command("scontrol", "#!/bin/bash\nhpctrain run --run-dir runs/train-70 t.py")
+    for name, found in {
+        "runs/a/model-7": "runs/a/model-7", "train-69": path, "69": path,
+        "70": elsewhere.absolute(), "long": elsewhere.absolute(),
+    }.items():  # fmt: skip
+        assert lookup.run_directory(name, fake.env) == Path(found), name
+    for name, words in {"71": "neither a job nor a run", "none": "neither"}.items():
+        with pytest.raises(UsageError, match=words):
+            lookup.run_directory(name, fake.env)
+    fake.command("scontrol", "#!/bin/bash\nhpctrain run t.py")
+    with pytest.raises(UsageError, match="70 has no runs here"):
+        lookup.run_directory("70", fake.env)
+    fake.jobs(None)
+    assert lookup.run_directory("69", fake.env) == path
+    with pytest.raises(UsageError, match="71 has no runs here"):
+        lookup.run_directory("71", fake.env)

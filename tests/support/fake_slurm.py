@@ -18,6 +18,8 @@ if "job" in options:
         sys.exit("slurm_load_jobs error: Invalid job id specified")
 if "user" in options:
     jobs = [one for one in jobs if one["UserID"] == options["user"]]
+if "partition" in options:
+    jobs = [one for one in jobs if one["Partition"] == options["partition"]]
 if "format" in options:
     for job in jobs:
         print(job["JobID"], job["NodeList"])
@@ -85,5 +87,7 @@ def job(label: str, **more: str) -> dict[str, str]:
         "Reason": "None", "RestartCnt": "0", "exit_code": "0", "TimeUsed": "0:12",
         "TimeLeft": "47:48", "StartTime": "2026-11-21T10:00:00", "NumNodes": "2",
         "NodeList": "node[1-2]", "WorkDir": "/nowhere", "STDOUT": log, "Partition": "main",
-        "PreemptTime": "N/A", **more,
+        "PreemptTime": "N/A", "SubmitTime": "2026-11-21T09:00:00", "TimeLimit": "48:00",
+        "Dependency": "(null)", "PriorityLong": "100", "Account": "physics", "QOS": "normal",
+        **more,
     }  # fmt: skip

@@ -13,7 +13,8 @@ __all__ = ["QueuedJob", "jobs"]
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
     *("Reason", "RestartCnt", "exit_code", "TimeUsed", "TimeLeft", "StartTime", "NumNodes"),
-    *("NodeList", "WorkDir", "STDOUT", "Partition", "PreemptTime"),
+    *("NodeList", "WorkDir", "STDOUT", "Partition", "PreemptTime", "SubmitTime", "TimeLimit"),
+    *("Dependency", "PriorityLong", "Account", "QOS"),
 )
 
 
@@ -41,6 +42,12 @@ class QueuedJob:
         log: path of the log, with the patterns of its name, such as %j.
         partition: partition of the job.
         preemption: time at which it was preempted and began its grace time; "N/A" if it was not.
+        submitted: time of its submission, or of its last requeue, YYYY-MM-DDTHH:MM:SS.
+        limit: time limit in Slurm's format.
+        dependency: jobs that it waits for, such as afterok:71(unfulfilled); empty or "(null)" if
+            there are none.
+        priority: priority, a large number for jobs that are to start first.
+        account, quality: account, and quality of service (QOS).
     """
 
     label: str
@@ -63,6 +70,12 @@ class QueuedJob:
     log: str
     partition: str
     preemption: str
+    submitted: str
+    limit: str
+    dependency: str
+    priority: str
+    account: str
+    quality: str
 
     @property
     def preempted(self) -> bool:
@@ -81,14 +94,18 @@ class QueuedJob:
 
 
 def jobs(
-    env: Mapping[str, str], labels: Sequence[str] = (), uid: int | None = None
+    env: Mapping[str, str],
+    labels: Sequence[str] = (),
+    uid: int | None = None,
+    partition: str = "",
 ) -> list[QueuedJob]:
-    """Return the jobs with given labels, or of one user, with one command; the oldest first.
+    """Return the jobs with given labels, of one user or of a partition; the oldest first.
 
     Args:
         env: environment of the command.
         labels: `JOBID`, or `ARRAYJOBID_TASK`; jobs that are no longer in Slurm's list are omitted.
         uid: id of the user (default: all users).
+        partition: name of the partition (default: all partitions).
 
     Raises:
         NoAnswerError: Slurm is absent or did not answer.
@@ -99,6 +116,7 @@ def jobs(
     argv = ["squeue", "--noheader", "--states=all", f"--Format={columns}"]
     argv += [f"--job={','.join(labels)}"] if labels else []
     argv += [f"--user={uid}"] if uid is not None else []
+    argv += [f"--partition={partition}"] if partition else []
     try:
         output = ask(argv, env)
     except NoAnswerError as error:
