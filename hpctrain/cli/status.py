@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
-from hpctrain.errors import StartError, UsageError, exit_codes
+from hpctrain.errors import StartError, exit_codes
 from hpctrain.jobs import job_status, job_tables, lookup, pending, run_progress
 from hpctrain.jobs.job_status import JobStatus
 
@@ -74,25 +74,11 @@ def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> l
         listed = [job_status.of_queued(job, os.environ, named=False) for job in user_jobs]
         return listed + _newest_runs(listed)
     try:
-        return [status for name in names for status in _named(name, user_jobs)]
+        return [
+            status for name in names for status in job_status.named(name, user_jobs, os.environ)
+        ]
     except slurm.NoAnswerError as error:
         raise StartError("HT816", f"Slurm does not answer: {error}", "an answer") from None
-
-
-def _named(name: str, user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:
-    """Return the status of the jobs or the run with a name."""
-    try:
-        named = lookup.find(name, user_jobs, os.environ)
-    except UsageError:
-        if ended := _accounted(name):
-            return [job_status.of_ended(job, None) for job in ended]
-        raise
-    if named.jobs or named.run_dir is None:
-        return [job_status.of_queued(job, os.environ) for job in named.jobs]
-    ended = _accounted(named.label)
-    if len(ended) == 1:
-        return [job_status.of_ended(ended[0], named.run_dir)]
-    return [_of_run(named.run_dir, named.label)]
 
 
 def _newest_runs(listed: Sequence[JobStatus]) -> list[JobStatus]:
@@ -104,19 +90,9 @@ def _newest_runs(listed: Sequence[JobStatus]) -> list[JobStatus]:
         note(
             f"and {older} older run{'s' * (older > 1)} below ./runs: hpctrain status RUN shows one"
         )
-    return [_of_run(path, run_progress.label_of(path)) for path in others[-_MOST_RUNS:]]
-
-
-def _of_run(path: Path, label: str) -> JobStatus:
-    """Return the status of a run whose job Slurm does not list, if it is one of this user."""
-    return job_status.of_run(path, label, bool(label) and _owner(path) == os.getuid())
-
-
-def _owner(path: Path) -> int | None:
-    try:
-        return path.stat().st_uid
-    except OSError:
-        return None
+    return [
+        job_status.of_unlisted(path, run_progress.label_of(path)) for path in others[-_MOST_RUNS:]
+    ]
 
 
 def _changed(path: Path) -> float:
@@ -130,19 +106,7 @@ def _visible_runs() -> list[Path]:
     return [path for path in lookup.runs() if not path.name.startswith(".")]
 
 
-def _accounted(label: str) -> list[slurm.Ended]:
-    """Return an ended job from Slurm's accounting, if it is listed there."""
-    try:
-        return slurm.ended(label, os.environ) if slurm.is_label(label) else []
-    except slurm.NoAnswerError:
-        return []
-
-
 def _without_slurm(names: Sequence[str]) -> list[JobStatus]:
     """Return the status of the named runs, or of all below ./runs, from their directories only."""
-    if names:
-        runs = [lookup.find(name, (), os.environ).run_dir for name in names]
-        paths = [run for run in runs if run is not None]
-    else:
-        paths = _visible_runs()
+    paths = [lookup.without_slurm(name) for name in names] if names else _visible_runs()
     return [job_status.of_run(path, run_progress.label_of(path)) for path in paths]

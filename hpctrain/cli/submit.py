@@ -89,6 +89,7 @@ def _print_next(spec: JobSpec, job: str) -> None:
     lines = [("log:", f"tail -F {shlex.quote(log)}{task}")] if log else []
     run = job_paths.run_directory(spec, job, index, os.environ)
     lines += [("run:", f"{shlex.quote(str(run))}{task}")]
+    lines += [("follow:", f"hpctrain logs -f {job}")] if index is None else []
     lines += [("state:", f"hpctrain status {job}"), ("cancel:", f"hpctrain cancel {job}")]
     sys.stderr.write("".join(f"  {name:9} {text}\n" for name, text in lines))
     sys.stderr.flush()

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
-from hpctrain.jobs import failures, log_names
+from hpctrain.jobs import failures, log_names, lookup
 from hpctrain.jobs.run_progress import Progress, progress, run_of
 from hpctrain.jobs.slurm_reasons import bare, explained
 from hpctrain.jobs.units import slurm_seconds
 
-__all__ = ["JobStatus", "as_json", "of_ended", "of_queued", "of_run"]
+__all__ = ["JobStatus", "as_json", "named", "of_queued", "of_run", "of_unlisted"]
 
 # Status of a run that has recorded no end, and of a folder without a run, if their job is over.
 INTERRUPTED, NEVER_BEGAN = "interrupted", "never began"
@@ -91,6 +91,46 @@ def of_ended(job: slurm.Ended, run: Path | None) -> JobStatus:
 def of_run(run: Path, label: str, forgotten: bool = False) -> JobStatus:
     """Return the status of a run whose job is not in Slurm; `forgotten` is that of JobStatus."""
     return JobStatus(label, None, None, run, progress(run), forgotten)
+
+
+def of_unlisted(run: Path, label: str) -> JobStatus:
+    """Return the status of a run whose job Slurm has not listed among those of this user."""
+    try:
+        own = run.stat().st_uid == os.getuid()
+    except OSError:
+        own = False
+    return of_run(run, label, bool(label) and own)
+
+
+def named(
+    name: str, user_jobs: Sequence[slurm.QueuedJob], env: Mapping[str, str]
+) -> list[JobStatus]:
+    """Return the status of the jobs or the run with a name, as in `lookup.find`.
+
+    Raises:
+        UsageError: no job or run has the name, or several have.
+        NoAnswerError: Slurm did not answer.
+    """
+    try:
+        found = lookup.find(name, user_jobs, env)
+    except UsageError:
+        if ended := _accounted(name, env):
+            return [of_ended(job, None) for job in ended]
+        raise
+    if found.jobs or found.run_dir is None:
+        return [of_queued(job, env) for job in found.jobs]
+    ended = _accounted(found.label, env)
+    if len(ended) == 1:
+        return [of_ended(ended[0], found.run_dir)]
+    return [of_unlisted(found.run_dir, found.label)]
+
+
+def _accounted(label: str, env: Mapping[str, str]) -> list[slurm.Ended]:
+    """Return an ended job from Slurm's accounting, if it is listed there."""
+    try:
+        return slurm.ended(label, env) if slurm.is_label(label) else []
+    except slurm.NoAnswerError:
+        return []
 
 
 def as_json(status: JobStatus) -> dict[str, Any]:

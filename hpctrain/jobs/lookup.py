@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs.run_progress import label_of, progress, run_of
 from hpctrain.jobs.slurm_reasons import absent
 
-__all__ = ["Named", "find", "own_jobs", "run_directory", "runs"]
+__all__ = ["Named", "find", "own_jobs", "run_directory", "runs", "without_slurm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,17 @@ def find(
     raise UsageError("HT818", f"{name!r} is neither a job nor a run here", _candidates(user_jobs))
 
 
+def without_slurm(name: str) -> Path:
+    """Return the run directory of a name, where Slurm cannot be asked.
+
+    Raises:
+        UsageError: no run here has the name.
+    """
+    if path := _run(name):
+        return path
+    raise UsageError("HT818", f"{name!r} is no run here", _candidates(()))
+
+
 def run_directory(name: str, env: Mapping[str, str]) -> Path:
     """Return the run directory of a folder, a run below ./runs, a job's number or a job's name.
 
@@ -93,7 +104,7 @@ def run_directory(name: str, env: Mapping[str, str]) -> Path:
     try:
         jobs = find(name, slurm.jobs(env, uid=os.getuid()), env).jobs
     except slurm.NoAnswerError:
-        jobs = find(name, (), {}).jobs if not slurm.is_label(name) else ()
+        return without_slurm(name)
     found = {path for path in (run_of(job, env) for job in jobs) if path}
     if len(found) != 1:
         several = ", ".join(sorted(map(printable, found)))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, Protocol
 
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
@@ -13,7 +13,7 @@ from hpctrain.errors import exit_codes
 from hpctrain.jobs import log_names
 from hpctrain.jobs.slurm_reasons import notes
 
-__all__ = ["JobOutcome", "Log", "wait", "worst"]
+__all__ = ["JobOutcome", "Log", "Stream", "wait", "worst"]
 
 # Seconds between two queries to Slurm: few for a short job, more for a long one.
 _FIRST_PAUSE = 1.0
@@ -45,6 +45,16 @@ class JobOutcome:
     job: slurm.QueuedJob | None = field(default=None, compare=False)
 
 
+class Stream(Protocol):
+    """Stream that takes bytes."""
+
+    def write(self, text: bytes, /) -> Any:
+        """Write the bytes."""
+
+    def flush(self) -> Any:
+        """Pass on what was written."""
+
+
 class Log:
     """Log of a job, which appears late and grows.
 
@@ -53,7 +63,7 @@ class Log:
         out: stream that gets the text.
     """
 
-    def __init__(self, offset: int, out: BinaryIO) -> None:
+    def __init__(self, offset: int, out: Stream) -> None:
         """Set up the log; nothing is read yet."""
         self._at, self._out = offset, out
         self._path: Path | None = None

@@ -19,7 +19,7 @@ def blocks(kind):
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun")
 # The commands that tests/docs/test_readme_on_slurm.py runs.
-JOBS = ("submit", "render", "status", "lint")
+JOBS = ("submit", "render", "status", "logs", "lint")
 LOCAL = [
     line
     for line in COMMANDS

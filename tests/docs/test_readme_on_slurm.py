@@ -7,7 +7,8 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-PROGRAMS = ("sbatch ", "srun ", *map("hpctrain {} ".format, ("submit", "render", "status", "lint")))
+JOBS = ("submit", "render", "status", "logs", "lint")
+PROGRAMS = ("sbatch ", "srun ", *map("hpctrain {} ".format, JOBS))
 COMMANDS = [
     line.partition("  ")[0]
     for line in (launches.TOP / "README.md").read_text().splitlines()
@@ -23,21 +24,23 @@ def checkout(cluster, tmp_path):
 
 
 def test_readme_sbatch_and_srun_commands_are_accepted_and_submit_trains(cluster, checkout):
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 11
     env = launches.on_cluster(cluster)
-    outputs = {}
+    outputs, followed = {}, ""
     for command in COMMANDS:
         program, _, rest = command.partition(" ")
         trial = "--test-only " if program in ("sbatch", "srun") else ""
-        line = f"{program} {trial}{rest}"
+        line = f"{program} {trial}{rest}".replace("JOB", followed.strip())
         done = cluster.run(["bash", "-c", line], cwd=checkout, env=env, timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         outputs[command] = done.stdout
-    first, followed = (
-        out for command, out in outputs.items() if command.startswith("hpctrain submit")
-    )
+        if "submit --follow" in command:
+            followed = done.stdout
+    first = next(out for command, out in outputs.items() if command.startswith("hpctrain submit"))
     assert "#SBATCH --nodes=4\n" in outputs["hpctrain render sbatch/mnist.toml"]
     assert outputs["hpctrain lint sbatch/mnist.sh"] == ""
     (run,) = (checkout / "runs").glob(f"mnist-{followed.split()[0]}")
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
     assert first.strip() in outputs["hpctrain status"]
+    assert f"job {followed}" in outputs["hpctrain status JOB"]
+    assert "top-1" in outputs["hpctrain logs -f JOB"]

@@ -524,5 +524,5 @@ def test_run_directory_of_a_folder_a_number_and_a_name(fake):
         lookup.run_directory("70", fake.env)
     fake.jobs(None)
     assert lookup.run_directory("69", fake.env) == path
-    with pytest.raises(UsageError, match="71 has no runs here"):
+    with pytest.raises(UsageError, match="is no run here"):
         lookup.run_directory("71", fake.env)

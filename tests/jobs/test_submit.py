@@ -551,6 +551,7 @@ def test_submit_prints_the_number_and_what_to_type_next(fake, capsys):
     assert output.err.splitlines() == [
         "  log:      tail -F runs/t-70.log",
         "  run:      runs/t-70",
+        "  follow:   hpctrain logs -f 70",
         "  state:    hpctrain status 70",
         "  cancel:   hpctrain cancel 70",
     ]

@@ -1,0 +1,166 @@
+"""`hpctrain logs`: show the log of a job, or follow it to the end of the job."""
+
+import argparse
+import os
+import re
+import sys
+
+from hpctrain.cli.terminal import note
+from hpctrain.cluster import slurm
+from hpctrain.cluster.texts import printable
+from hpctrain.errors import UsageError, exit_codes
+from hpctrain.jobs import job_status, job_tables, lookup, run_progress
+from hpctrain.jobs.job_status import JobStatus
+from hpctrain.jobs.waiting import Log, Stream, wait, worst
+
+__all__ = ["add"]
+
+_DETACHED = 130  # a shell's exit code after Ctrl-C
+_FAILED = "failed"
+_RANK = re.compile(r"rank ([0-9]+) ")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command."""
+    parser.description = (
+        "Writes the log of a job to standard output, of all its starts. Each line of a job with "
+        "several ranks begins with its rank. With --follow, waits for more until the job has "
+        "ended, also through requeues, and returns its exit code; Ctrl-C does not end the job."
+    )
+    parser.add_argument("name", metavar="RUN", help="job number, run directory, or job name")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="follow the log to the end of the job"
+    )
+    parser.add_argument(
+        "--rank",
+        metavar=f"N|{_FAILED}",
+        help="only the lines of this rank, or of the rank that has failed first",
+    )
+    parser.set_defaults(command=_main)
+
+
+class _OneRank:
+    """Stream that passes on the lines of one rank, without its number.
+
+    Args:
+        rank: number of the rank.
+        out: stream that gets the lines.
+    """
+
+    def __init__(self, rank: str, out: Stream) -> None:
+        self._begin, self._out, self._rest = f"{rank}: ".encode(), out, b""
+
+    def write(self, text: bytes) -> None:
+        """Write the complete lines of the rank."""
+        *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + text)
+        for line in lines:
+            self._pass_on(line)
+
+    def flush(self) -> None:
+        """Flush the other stream."""
+        self._out.flush()
+
+    def close(self) -> None:
+        """Write a last line without an end."""
+        self._pass_on(self._rest)
+        self._out.flush()
+
+    def _pass_on(self, line: bytes) -> None:
+        if line.startswith(self._begin):
+            self._out.write(line.removeprefix(self._begin))
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    status = _found(arguments.name)
+    rank = _rank(arguments.rank, status) if arguments.rank is not None else None
+    sys.stdout.flush()
+    out = sys.stdout.buffer if rank is None else _OneRank(rank, sys.stdout.buffer)
+    code = exit_codes.DONE
+    if arguments.follow and status.queued is not None and status.queued.active:
+        code = _follow(status.queued, out)
+    else:
+        _copy(status, out)
+    if isinstance(out, _OneRank):
+        out.close()
+    out.flush()
+    return code
+
+
+def _found(name: str) -> JobStatus:
+    """Return the status of the only job or run with a name.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    try:
+        found = job_status.named(name, slurm.jobs(os.environ, uid=os.getuid()), os.environ)
+    except slurm.NoAnswerError as error:
+        note(f"Slurm does not answer: {error}")
+        path = lookup.without_slurm(name)
+        found = [job_status.of_run(path, run_progress.label_of(path))]
+    if len(found) != 1:
+        labels = ", ".join(status.label for status in found)
+        raise UsageError(
+            "HT818",
+            f"{printable(name)} is {len(found)} jobs: {labels}",
+            "one of them, such as ARRAY_INDEX for a task of an array",
+            f"hpctrain logs {found[0].label}",
+        )
+    return found[0]
+
+
+def _rank(text: str, status: JobStatus) -> str:
+    """Return the number of a rank.
+
+    Raises:
+        UsageError: the text is no number, or it is not known which rank has failed.
+    """
+    if text.isascii() and text.isdigit():
+        return str(int(text))
+    match = _RANK.match(status.failure) if text == _FAILED else None
+    if match is None:
+        reason = f": {status.failure}" if text == _FAILED and status.failure else ""
+        raise UsageError(
+            "HT804",
+            f"--rank {printable(text)}"
+            + (f", and no rank is known to have failed{reason}" if text == _FAILED else ""),
+            f"the number of a rank, or {_FAILED} for a job with a rank that has failed",
+        )
+    return match[1]
+
+
+def _follow(job: slurm.QueuedJob, out: Stream) -> int:
+    try:
+        outcomes = wait(job.label, os.environ, note, Log(0, out))
+    except KeyboardInterrupt:
+        note(f"job {job.label} continues")
+        return _DETACHED
+    code = worst(outcomes)
+    note(f"job {job.label} has ended: {outcomes[0].state.lower()}, exit code {code}")
+    return code
+
+
+def _copy(status: JobStatus, out: Stream) -> None:
+    """Write the log as it is.
+
+    Raises:
+        UsageError: there is no log, or it cannot be read.
+    """
+    path = status.log
+    try:
+        if path is None:
+            raise FileNotFoundError("its name is unknown")
+        with open(path, "rb") as file:
+            while text := file.read(1 << 20):
+                out.write(text)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        waits = status.queued is not None and status.queued.state == "PENDING"
+        raise UsageError(
+            "HT828",
+            f"no log of {status.label or status.run_dir}"
+            + (f" in {job_tables.place(path)}" if path else "")
+            + f": {'the job waits' if waits else reason}",
+            "a job that has started, with a log of its own",
+            f"hpctrain status {status.label}" if status.label else "",
+        ) from None
