@@ -30,7 +30,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="RUN", help="job number, run directory, or job name"
     )
-    parser.add_argument("--json", action="store_true", help="write JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="write JSON")
+    output.add_argument(
+        "--used",
+        action="store_true",
+        help="also show what named jobs have used, and the options that would have been enough",
+    )
     parser.set_defaults(command=_main)
 
 
@@ -52,7 +58,7 @@ def _main(arguments: argparse.Namespace) -> int:
         rows = [job_tables.row_of(status) for status in statuses]
         put(job_tables.aligned([job_tables.HEADS, *rows], width))
         if arguments.names:
-            _put_details(statuses)
+            _put_details(statuses, arguments.used)
     else:
         nothing = (
             "there are no runs below ./runs" if slurm_error else "Slurm lists no jobs of yours"
@@ -61,10 +67,14 @@ def _main(arguments: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _put_details(statuses: Sequence[JobStatus]) -> None:
+def _put_details(statuses: Sequence[JobStatus], used: bool) -> None:
     for status in statuses:
-        waits = pending.lines(status.queued, os.environ) if status.queued else []
-        if lines := job_tables.details(status, waits):
+        more = pending.lines(status.queued, os.environ) if status.queued else []
+        if used:
+            from hpctrain.jobs.used import lines as used_lines  # seldom needed
+
+            more += used_lines(status, os.environ)
+        if lines := job_tables.details(status, more):
             put(f"{f'job {status.label}' if status.label else status.run_dir}\n{lines}")
 
 

@@ -59,14 +59,14 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
     ), texts
 
 
-def details(status: JobStatus, waits: Sequence[tuple[str, str]] = ()) -> str:
+def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
     """Return lines about a job that need more space than a row: cause, time, log, commands.
 
     Args:
         status: status of the job.
-        waits: lines about its wait, each with its name.
+        more: lines about its wait, or about what it has used, each with its name.
     """
-    lines = [*waits, *([("cause:", status.failure)] if status.failure else [])]
+    lines = [*more, *([("cause:", status.failure)] if status.failure else [])]
     if status.progress is not None and status.progress.effective is not None:
         lines.append(("time:", str(status.progress.effective)))
     if status.log is not None and os.path.exists(status.log):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import statistics
 import time
 from collections import Counter
@@ -26,6 +27,9 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Clock", "DeviceClock", "Timings"]
 
+# Of each rank in a line: seconds per step of waiting for data and of the forward pass, and the most
+# bytes so far of the process and of its GPU.
+_COLUMNS = ("data", "forward", "memory", "gpu_memory")
 # Seconds of training between two lines of timings.jsonl.
 _SECONDS_BETWEEN_LINES = 30.0
 # Shorter intervals do not show a slow rank: a single delay weighs too much.
@@ -185,9 +189,12 @@ class Timings:
             return
         rank, size = self._backend.rank, self._backend.world_size
         waited = self._seconds[LOADING] - self._waited
-        own = [0.0] * (2 * size)
+        own = [0.0] * (len(_COLUMNS) * size)
         own[rank] = waited / steps
         own[size + rank] = self._clock.forward(steps, self._micro_batches)
+        own[2 * size + rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self._backend.device.type == "cuda":
+            own[3 * size + rank] = torch.cuda.max_memory_reserved(self._backend.device)
         buckets = Counter(
             math.floor(20 * math.log10(seconds * 1e6))
             for seconds in self._step_seconds
@@ -222,7 +229,8 @@ class Timings:
         numbers = [round(number, 7) for number in work.values()]
         if self._backend.rank:
             return
-        line |= {"data": numbers[:size], "forward": numbers[size:]}
+        for number, name in enumerate(_COLUMNS):
+            line[name] = numbers[number * size : (number + 1) * size]
         try:
             rundir.append(self._directory.timings, json.dumps(line))
         except OSError as error:

@@ -1,6 +1,7 @@
 """Timings of the phases of a step, and the detection of slow ranks."""
 
 import pytest
+import torch
 
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.monitoring.timings import Clock, Timings
@@ -11,7 +12,7 @@ from hpctrain.rundir import RunDirectory
 class Sums:
     """A fake backend, whose sums contain the values of the other ranks."""
 
-    rank = 0
+    rank, device = 0, torch.device("cpu")
 
     def __init__(self, others):
         self.others, self.world_size, self.arrived = others, len(others) + 1, True
@@ -20,7 +21,8 @@ class Sums:
         data, forward = numbers[0], numbers[self.world_size]
         self.sums = [data, *(one for one, _ in self.others)]
         self.sums += [forward, *(two for _, two in self.others)]
-        assert len(numbers) == len(self.sums) == 2 * self.world_size
+        self.sums += numbers[2 * self.world_size :]
+        assert len(numbers) == len(self.sums) == 4 * self.world_size
         return self
 
     def ready(self):
@@ -64,6 +66,7 @@ def test_timings_line_has_the_phases_of_a_step(loop):
     loop.timings.poll()
     (line,) = loop.lines()
     assert line.pop("time") > 0
+    assert line.pop("memory")[0] > 10_000_000  # of this process
     assert line == {
         "step": 11,
         "epoch": 3,
@@ -71,6 +74,7 @@ def test_timings_line_has_the_phases_of_a_step(loop):
         "hosts": ["node0", "node1"],
         "data": [pytest.approx(0.030), 0.001],
         "forward": [pytest.approx(0.020), 0.025],
+        "gpu_memory": [0, 0],
         "step_times": {"100": 8, "106": 2},  # 110 and 210 ms: 20 log10 of 110,000 and 210,000
     }
     loop.steps(4)

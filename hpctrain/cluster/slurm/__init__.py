@@ -4,7 +4,7 @@ A cluster may have no Slurm, a container may lack its commands, and a busy contr
 late. These cases are normal: the result is `None` or `NoAnswerError`, and a run never fails.
 """
 
-from hpctrain.cluster.slurm.accounting import Ended, accounts, ended, qualities
+from hpctrain.cluster.slurm.accounting import Ended, accounts, ended, largest_memory, qualities
 from hpctrain.cluster.slurm.batch import (
     Answer,
     batch_script,
@@ -58,6 +58,7 @@ __all__ = [
     "is_label",
     "job_state",
     "jobs",
+    "largest_memory",
     "of_all_parts",
     "partitions",
     "qualities",

@@ -1,11 +1,14 @@
 """Queries of Slurm's accounting, if the site has one: ended jobs, and the accounts of a user."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.cluster.slurm.command import NoAnswerError, ask
 
-__all__ = ["Ended", "accounts", "ended", "qualities"]
+__all__ = ["Ended", "accounts", "ended", "largest_memory", "qualities"]
+
+_SIZE = re.compile(r"([0-9.]+)([KMGT]?)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,26 @@ def ended(label: str, env: Mapping[str, str]) -> list[Ended]:
         # "CANCELLED by 1000"
         records.append(Ended(job, state.partition(" ")[0], code or (128 + signal if signal else 0)))
     return records
+
+
+def largest_memory(label: str, env: Mapping[str, str]) -> float:
+    """Return the most bytes of memory that a task of a job has used; 0 if that is not recorded.
+
+    Args:
+        label: `JOBID`, or `ARRAYJOBID_TASK`.
+        env: environment of the command.
+
+    Raises:
+        NoAnswerError: there is no accounting, or it did not answer.
+    """
+    output = ask(
+        ["sacct", "--noheader", "--parsable2", "--noconvert", f"--jobs={label}", "--format=MaxRSS"],
+        env,
+    )
+    sizes = filter(None, map(_SIZE.match, output.split()))
+    return max(
+        (float(size[1]) * 1024 ** " KMGT".index(size[2] or " ") for size in sizes), default=0
+    )
 
 
 def accounts(user: str, env: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,117 @@
+"""hpctrain status --used: what a job has used, and the options that would have been enough."""
+
+import json
+import os
+from pathlib import Path
+
+import fake_slurm
+import pytest
+from fake_slurm import job
+
+from hpctrain import cli
+from hpctrain.cluster import slurm
+from hpctrain.jobs import used
+
+GB = 1 << 30
+HOSTS = ["node1", "node1", "node2"]
+
+
+def line(memory=(1 * GB, 2 * GB, 2.5 * GB), **more):
+    """Return a line of timings.jsonl: ten steps of about 0.1 s, of which a rank waited 0.01 s."""
+    return {
+        "step": 10, "epoch": 0, "time": 1.0, "steps": 10, "hosts": HOSTS, "data": [0.01] * 3,
+        "forward": [0.02] * 3, "memory": list(memory), "gpu_memory": [0.0] * 3,
+        "step_times": {"100": 10}, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run():
+    """Return a function that makes the run of job 70 with some lines."""
+
+    def make(*lines):
+        path = Path("runs/train-70")
+        path.mkdir(parents=True, exist_ok=True)
+        path.joinpath("run.json").write_text("{}")
+        text = "".join(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines)
+        path.joinpath("timings.jsonl").write_text(text)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    return made
+
+
+def status(capsys, *words):
+    assert cli.main(["status", *words]) == 0
+    return [text.strip() for text in capsys.readouterr().out.splitlines()[3:]]
+
+
+def test_used_of_a_job_that_is_done(fake, run, capsys):
+    run(line(), line(memory=[1.5 * GB, 1 * GB, 1 * GB], gpu_memory=[0, 3 * GB, 0]))
+    fake.jobs(
+        job("70", State="COMPLETED", TimeUsed="1:12:00", TimeLeft="0:00", WorkDir=os.getcwd())
+    )
+    fake.command("sacct", "\n512000K\n3.5G\n")
+    assert status(capsys, "70", "--used") == [
+        "used:     2.40 host hours: 2 × 1:12:00 (squeue)",
+        "memory:   at most 3.50 GB of a task (sacct)",
+        "ranks:    at most 2.50 GB of a rank, rank 2 on node2; 3.50 GB of the ranks of a host "
+        "(timings.jsonl)",
+        "GPU:      at most 3.0 GB (timings.jsonl)",
+        "data:     9% of the steps waited for (timings.jsonl)",
+        "enough:   --time 01:30:00 --memory 5G (a quarter more)",
+    ]
+    assert "used:" not in "".join(status(capsys, "70"))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["status", "--used", "--json", "70"])
+
+
+def test_used_of_a_job_that_was_started_again_advises_no_time(fake, run, capsys):
+    run(line())
+    fake.jobs(job("70", State="COMPLETED", RestartCnt="1", WorkDir=os.getcwd()))
+    assert status(capsys, "70", "--used")[-1] == "enough:   --memory 4G (a quarter more)"
+    fake.jobs(job("70", State="TIMEOUT", WorkDir=os.getcwd()))
+    assert "--time" not in status(capsys, "70", "--used")[-1]
+
+
+def test_used_of_a_run_without_a_job_and_without_figures(fake, run, capsys):
+    path = run()
+    assert used.measure(path) is None
+    assert status(capsys, "train-70", "--used") == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "no json\n",
+        '{"memory": 3}\n',
+        '{"hosts": ["a"], "memory": [NaN], "gpu_memory": [0], "steps": 1, "data": [0]}\n',
+        {**line(), "memory": [1, 2]},
+        {**line(), "step_times": {"x": 1}},
+    ],
+)
+def test_damaged_lines_are_left_out(run, damage):
+    found = used.measure(run(damage, line(), damage))
+    assert list(found.memory) == [1 * GB, 2 * GB, 2.5 * GB]
+    assert found.on_a_host == 3 * GB
+    assert found.data_wait == pytest.approx(0.0944, rel=0.01)
+
+
+def test_only_the_ranks_of_the_last_start_count(run):
+    other = line(memory=[9 * GB], hosts=["node7"], data=[0.0], forward=[0.0], gpu_memory=[0.0])
+    found = used.measure(run(other, line()))
+    assert found.on_a_host == 3 * GB
+
+
+@pytest.mark.parametrize(
+    ("output", "size"), [("", 0), ("\n\n", 0), ("100K\n2M\n", 2 << 20), ("17\n", 17), ("x\n", 0)]
+)
+def test_largest_memory_of_a_job_in_accounting(fake, output, size):
+    fake.command("sacct", output)
+    assert slurm.largest_memory("70", fake.env) == size
