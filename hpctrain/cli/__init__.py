@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "start the ranks of a program, here or on all hosts of a job",
     "submit": "submit a job to Slurm",
     "status": "show your jobs, why they wait, and the progress of their runs",
+    "top": "show your jobs on a live screen, with keys to follow and to stop them",
     "logs": "show the log of a job, or follow it to the end of the job",
     "cancel": "cancel jobs; their checkpoints are kept",
     "diff": "show what has changed in the code since a job was submitted",

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
@@ -15,8 +14,6 @@ from hpctrain.jobs import job_status, job_tables, lookup, pending, run_progress
 from hpctrain.jobs.job_status import JobStatus
 
 __all__ = ["add"]
-
-_MOST_RUNS = 10
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +78,11 @@ def _put_details(statuses: Sequence[JobStatus], used: bool) -> None:
 def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:
     """Return the status of the named jobs and runs; without names, of all jobs of the user."""
     if not names:
-        listed = [job_status.of_queued(job, os.environ, named=False) for job in user_jobs]
-        return listed + _newest_runs(listed)
+        statuses, older = job_status.listed(user_jobs, os.environ)
+        if older:
+            runs = f"{older} older run{'s' * (older > 1)} below ./runs"
+            note(f"{runs}: hpctrain status RUN shows one")
+        return statuses
     try:
         return [
             status for name in names for status in job_status.named(name, user_jobs, os.environ)
@@ -91,32 +91,7 @@ def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> l
         raise StartError("HT816", f"Slurm does not answer: {error}", "an answer") from None
 
 
-def _newest_runs(listed: Sequence[JobStatus]) -> list[JobStatus]:
-    """Return the newest runs below ./runs whose jobs are not listed, the oldest first."""
-    shown = {os.path.realpath(status.run_dir) for status in listed if status.run_dir}
-    others = [path for path in _visible_runs() if os.path.realpath(path) not in shown]
-    others.sort(key=_changed)
-    if older := len(others[:-_MOST_RUNS]):
-        note(
-            f"and {older} older run{'s' * (older > 1)} below ./runs: hpctrain status RUN shows one"
-        )
-    return [
-        job_status.of_unlisted(path, run_progress.label_of(path)) for path in others[-_MOST_RUNS:]
-    ]
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _visible_runs() -> list[Path]:
-    return [path for path in lookup.runs() if not path.name.startswith(".")]
-
-
 def _without_slurm(names: Sequence[str]) -> list[JobStatus]:
     """Return the status of the named runs, or of all below ./runs, from their directories only."""
-    paths = [lookup.without_slurm(name) for name in names] if names else _visible_runs()
+    paths = [lookup.without_slurm(name) for name in names] if names else lookup.runs()
     return [job_status.of_run(path, run_progress.label_of(path)) for path in paths]

@@ -12,14 +12,15 @@ from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
 from hpctrain.jobs import failures, log_names, lookup
-from hpctrain.jobs.run_progress import Progress, progress, run_of
+from hpctrain.jobs.run_progress import Progress, label_of, progress, run_of
 from hpctrain.jobs.slurm_reasons import bare, explained
 from hpctrain.jobs.units import slurm_seconds
 
-__all__ = ["JobStatus", "as_json", "named", "of_queued", "of_run", "of_unlisted"]
+__all__ = ["JobStatus", "as_json", "listed", "named", "of_queued", "of_run", "of_unlisted"]
 
 # Status of a run that has recorded no end, and of a folder without a run, if their job is over.
 INTERRUPTED, NEVER_BEGAN = "interrupted", "never began"
+_MOST_RUNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,30 @@ def of_unlisted(run: Path, label: str) -> JobStatus:
     except OSError:
         own = False
     return of_run(run, label, bool(label) and own)
+
+
+def listed(
+    user_jobs: Sequence[slurm.QueuedJob], env: Mapping[str, str]
+) -> tuple[list[JobStatus], int]:
+    """Return the status of the user's jobs, then of the newest other runs, the oldest first.
+
+    Returns:
+        The status of each, and the number of older runs below ./runs.
+    """
+    statuses = [of_queued(job, env, named=False) for job in user_jobs]
+    shown = {os.path.realpath(status.run_dir) for status in statuses if status.run_dir}
+    others = [path for path in lookup.runs() if os.path.realpath(path) not in shown]
+    others.sort(key=_changed)
+    newest = others[-_MOST_RUNS:]
+    statuses += [of_unlisted(path, label_of(path)) for path in newest]
+    return statuses, len(others) - len(newest)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def named(

@@ -134,9 +134,10 @@ def _run(name: str) -> Path | None:
 
 
 def runs() -> list[Path]:
-    """Return the folders below ./runs, sorted."""
+    """Return the folders below ./runs, sorted, but for hidden ones."""
     try:
-        return sorted(path for path in Path("runs").iterdir() if os.path.isdir(path))
+        found = (path for path in Path("runs").iterdir() if not path.name.startswith("."))
+        return sorted(path for path in found if os.path.isdir(path))
     except OSError:
         return []
 

@@ -16,7 +16,7 @@ from hpctrain.cluster import slurm
 if TYPE_CHECKING:
     from hpctrain.rundir.effective_time import EffectiveTime
 
-__all__ = ["Progress", "end_of", "label_of", "progress", "run_of"]
+__all__ = ["Progress", "end_of", "label_of", "losses", "progress", "run_of"]
 
 # Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
@@ -68,6 +68,13 @@ def progress(path: Path) -> Progress | None:
         _text(summary.get("reason")),
         _effective(directory),
     )
+
+
+def losses(path: Path) -> list[float]:
+    """Return the losses at the end of a run's metrics, some hundred at most."""
+    rows = _last_rows(rundir.RunDirectory(path).metrics)
+    found = (_number(row.get("loss"), float) for row in rows)
+    return [loss for loss in found if loss is not None]
 
 
 def _effective(directory: rundir.RunDirectory) -> "EffectiveTime | None":
