@@ -20,6 +20,7 @@ COMMANDS = {
     "status": "show your jobs, why they wait, and the progress of their runs",
     "top": "show your jobs on a live screen, with keys to follow and to stop them",
     "logs": "show the log of a job, or follow it to the end of the job",
+    "on": "run one of these on the login host of a cluster, over ssh",
     "cancel": "cancel jobs; their checkpoints are kept",
     "diff": "show what has changed in the code since a job was submitted",
     "requeue": "start jobs again from their last checkpoints",
