@@ -1,7 +1,7 @@
 """hpctrain on the login host of a cluster, over one ssh connection that is kept for ten minutes.
 
 The host needs ssh, sh, tar and a Python; hpctrain itself is copied there once for each version, to
-~/.cache/hpctrain/client-HASH. ssh is the user's own, with its config and its keys.
+~/.cache/hpctrain/client-HASH, and jobs that are submitted run it. ssh is the user's own, with its config and its keys.
 
 The connection: ControlMaster, ControlPath and ControlPersist of ssh_config(5).
 """
@@ -332,13 +332,12 @@ def _send_client(cluster: Cluster, client: str, env: Mapping[str, str]) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for path in _files():
-            if "digits" not in path.parts:  # images for examples
-                tar.add(path, Path("hpctrain", path.relative_to(_PACKAGE)))
-    script = (
-        f'{cluster.setup or ":"}\ncd "$HOME" && mkdir -p .cache/hpctrain && cd .cache/hpctrain && rm -rf new-$$ && '
-        f"mkdir new-$$ && tar xzf - -C new-$$ && "
-        f"{{ mv new-$$ client-{client} 2>/dev/null || rm -rf new-$$; }} && test -d client-{client}"
-    )
+            tar.add(path, Path("hpctrain", path.relative_to(_PACKAGE)))
+    # Of two copies at once, the first one stays.
+    script = f"""{cluster.setup or ":"}
+cd "$HOME" && mkdir -p .cache/hpctrain/new-$$ && cd .cache/hpctrain && tar xzf - -C new-$$ || exit
+mv -T new-$$ client-{client} 2>/dev/null || rm -rf new-$$
+test -d client-{client}"""
     done = _ssh(cluster, script, env, text=archive.getvalue(), capture=True)
     if done.returncode:
         raise _failed(cluster, "hpctrain cannot be copied there", done)
