@@ -1,7 +1,8 @@
 """hpctrain on the login host of a cluster, over one ssh connection that is kept for ten minutes.
 
 The host needs ssh, sh, tar and a Python; hpctrain itself is copied there once for each version, to
-~/.cache/hpctrain/client-HASH, and jobs that are submitted run it. ssh is the user's own, with its config and its keys.
+~/.cache/hpctrain/client-HASH, and jobs that are submitted run it. ssh is the user's own, with its
+config and its keys.
 
 The connection: ControlMaster, ControlPath and ControlPersist of ssh_config(5).
 """

@@ -99,3 +99,33 @@ def test_exit_code_of_forgotten_job_comes_from_sacct(accounted_cluster, hpctrain
     done = hpctrain("status", jobs[3])
     # Without a Session, nothing is in the run directory, so it was removed.
     assert done.stdout.splitlines()[1].split() == [jobs[3], "failed", "exit", "code", "3"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason", "words", "option"),
+    [
+        (["qos", "normal", "set", "MaxJobsPerUser={}"], "QOSMaxJobsPerUserLimit",
+         "a limit of the qos", "--qos normal"),
+        (["account", "physics", "set", "GrpJobs={}"], "AssocGrpJobsLimit",
+         "a limit of your account", "--account physics"),
+    ],
+)  # fmt: skip
+def test_status_names_the_limit_that_a_job_meets(
+    accounted_cluster, hpctrain, limit, reason, words, option
+):
+    def modify(number):
+        command = [word.format(number) for word in limit]
+        accounted_cluster.run(["sacctmgr", "--immediate", "modify", *command], check=True)
+
+    modify(1)
+    try:
+        command = ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 300"]
+        numbers = [accounted_cluster.run(command, check=True).stdout.strip() for _ in range(2)]
+        deadline = time.monotonic() + 60
+        while reason not in (shown := hpctrain("status", numbers[1]).stdout):
+            assert time.monotonic() < deadline, shown
+        assert words in shown
+        assert f"  options:  {option} (squeue)" in shown
+    finally:
+        modify(-1)
+        accounted_cluster.clear()

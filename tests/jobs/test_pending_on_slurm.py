@@ -1,0 +1,130 @@
+"""Why jobs wait, on a real Slurm, and a job that is submitted from elsewhere over ssh."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import launches
+import pytest
+from processes import until
+
+pytestmark = [pytest.mark.slow]
+
+HPCTRAIN = (launches.PYTHON, "-m", "hpctrain")
+
+
+@pytest.fixture
+def hpctrain(cluster, tmp_path):
+    def run(*words):
+        env = {**cluster.environ(), "HOME": str(tmp_path)}
+        return cluster.run([*HPCTRAIN, *words], env=env)
+
+    yield run
+    cluster.clear()
+
+
+@pytest.fixture
+def sbatch(cluster):
+    def submit(*options):
+        command = ["sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=sleep 600"]
+        return cluster.run(command, check=True).stdout.strip()
+
+    return submit
+
+
+@pytest.fixture
+def changed(cluster):
+    """Return a function that changes a node or a partition; undo it at the end."""
+    undo = []
+
+    def change(entity, *values, back):
+        cluster.run(["scontrol", "update", entity, *values], check=True)
+        undo.append(["scontrol", "update", entity, *back])
+
+    yield change
+    for command in undo:
+        cluster.run(command, check=True)
+
+
+def test_status_tells_why_each_job_waits(cluster, hpctrain, sbatch, changed):
+    """Produce Slurm's reasons; status has the reason in words, the options, and what is sooner."""
+    changed("PartitionName=patient", "MaxTime=10", back=["MaxTime=INFINITE"])
+    first = sbatch("--nodes=2", "--exclusive", "--time=20")
+    until(lambda: cluster.job(first)["JobState"] == "RUNNING")
+    large = ["--nodes=4", "--exclusive", "--time=60"]
+    jobs = {
+        "Resources": (large, "waits for hosts to become free", "--nodes 4 --time 1:00:00"),
+        "Priority": (large, "jobs with a higher priority are first", "--partition main"),
+        "Dependency": ([f"--dependency=afterany:{first}"], "waits for the jobs of its dependency",
+                       f"--dependency afterany:{first}(unfulfilled)"),
+        "BeginTime": (["--begin=now+1hour"], "or for its --begin", ""),
+        "JobHeldUser": (["--hold"], "held by you: scontrol release", ""),
+        "PartitionTimeLimit": (["--partition=patient", "--time=60"],
+                               "a longer time than its partition allows",
+                               "--time 1:00:00 --partition patient; patient has 4 nodes and "
+                               "allows 10:00"),
+    }  # fmt: skip
+    numbers = {reason: sbatch(*options) for reason, (options, *_) in jobs.items()}
+    changed("NodeName=node4", "State=DRAIN", "Reason=test", back=["State=RESUME"])
+    jobs["ReqNodeNotAvail"] = ([], "hosts that it needs are down", "")
+    numbers["ReqNodeNotAvail"] = sbatch("--nodelist=node4")
+    for reason, (_, words, options) in jobs.items():
+        until(lambda reason=reason: cluster.job(numbers[reason])["Reason"].startswith(reason), 60)
+        shown = hpctrain("status", numbers[reason]).stdout
+        assert words in shown, shown
+        assert f"{words}" in shown
+        assert options in shown, shown
+        assert "  waits:    since 20" in shown
+    assert "1 pending job of its partition has" in hpctrain("status", numbers["Priority"]).stdout
+
+
+def test_status_tells_what_would_start_sooner(cluster, hpctrain, sbatch):
+    first = sbatch("--nodes=2", "--exclusive", "--time=20")
+    until(lambda: cluster.job(first)["JobState"] == "RUNNING")
+    waits = sbatch("--nodes=4", "--exclusive", "--time=60")
+    until(lambda: cluster.job(waits)["Reason"] == "Resources")
+    shown = hpctrain("status", waits).stdout
+    sooner = [line for line in shown.splitlines() if "sooner:" in line]
+    assert any("--nodes=2: a new job would start at 20" in line for line in sooner), shown
+    assert all(line.endswith("min sooner (sbatch --test-only)") for line in sooner)
+    assert not any("--time" in line for line in sooner)  # the hosts are not free before
+
+
+def test_job_is_submitted_over_ssh_and_trains(cluster, hpctrain, tmp_path, lacking):
+    """Submit on another host, follow the log from here, and pull the run."""
+    if not cluster.ssh_folder.is_dir():
+        lacking("ssh", "no sshd")
+    home, project = tmp_path / "home", tmp_path / "project"
+    project.mkdir()
+    home.joinpath(".config/hpctrain").mkdir(parents=True)
+    values = {"HOME": tmp_path, "OMP_NUM_THREADS": 1, "SLURM_CONF": cluster.configuration}
+    values["PATH"] = cluster.environ()["PATH"]
+    setup = f"export {shlex.join(f'{name}={value}' for name, value in values.items())}"
+    home.joinpath(".config/hpctrain/clusters.toml").write_text(
+        f"[here]\nhost = 'node1'\nfolder = '~/there'\npython = '{sys.executable}'\n"
+        f'setup = """{setup}"""\n'
+    )
+    project.joinpath("train.py").write_text((launches.TOP / "examples" / "mnist.py").read_text())
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    env = {**cluster.environ(), "HOME": str(home)}
+    env["PATH"] = f"{cluster.ssh_folder}:{env['PATH']}"
+    env.pop("XDG_CONFIG_HOME", None)
+
+    def on(*words):
+        return cluster.run([*HPCTRAIN, "on", "here", *words], host="node2", env=env, cwd=project)
+
+    train = [sys.executable, "train.py", "--data", "digits", "--epochs", "1"]
+    sent = on("submit", "--nodes", "2", "--time", "5m", "--", *train)
+    assert sent.returncode == 0, sent.stderr
+    number = sent.stdout.strip()
+    followed = on("logs", "-f", number)
+    assert followed.returncode == 0, followed.stderr
+    assert "top-1" in followed.stdout + followed.stderr
+    pulled = on("pull", number)
+    assert pulled.returncode == 0, pulled.stderr
+    (run,) = project.glob("runs/*")
+    assert Path(run, "summary.json").is_file()
+    assert (tmp_path / "there/train.py").is_file()
+    assert os.listdir(tmp_path / ".cache/hpctrain")[0].startswith("client-")
