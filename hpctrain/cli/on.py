@@ -15,6 +15,7 @@ from hpctrain.jobs import over_ssh
 __all__ = ["add"]
 
 _SECONDS_FOR_ALL = 2.0
+_INTERRUPTED = 130  # a shell's exit code after Ctrl-C
 _WITH_A_TERMINAL = ("top",)
 _HERE = ("pull",)
 _COMMANDS = ("submit", "status", "logs", "top", "cancel", "requeue", "lint", "diff", "doctor")
@@ -61,7 +62,10 @@ def _main(arguments: argparse.Namespace) -> int:
         note(f"{cluster.name}: {count} changed file{'s' * (count != 1)} sent to {cluster.folder}")
     terminal = command[0] in _WITH_A_TERMINAL or "-f" in command or "--follow" in command
     terminal = terminal and sys.stdin.isatty()
-    return over_ssh.run_there(cluster, command, os.environ, terminal=terminal).returncode
+    try:
+        return over_ssh.run_there(cluster, command, os.environ, terminal=terminal).returncode
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _pull(cluster: over_ssh.Cluster, names: list[str]) -> int:

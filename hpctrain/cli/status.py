@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
-from hpctrain.errors import StartError, exit_codes
+from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.jobs import job_status, job_tables, lookup, pending, run_progress
 from hpctrain.jobs.job_status import JobStatus
 
@@ -38,6 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    if arguments.used and not arguments.names:
+        raise UsageError("HT804", "--used without a job", "the jobs, as in --used 4711")
     slurm_error = None
     try:
         user_jobs = slurm.jobs(os.environ, uid=os.getuid())

@@ -15,6 +15,7 @@ __all__ = ["lines", "since"]
 
 _LEAST_TIME = 600  # seconds; no job is advised to ask for less
 _MOST_PARTITIONS = 2
+_SECONDS_TO_ANSWER = 10.0
 # "sbatch: Job 7 to start at 2026-11-21T10:00:00 using 2 processors on nodes …"
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _FORMAT = "%Y-%m-%dT%H:%M:%S"
@@ -150,7 +151,7 @@ def _others(job: slurm.QueuedJob, env: Mapping[str, str]) -> Iterator[str]:
 def _start(script: bytes, options: list[str], env: Mapping[str, str]) -> float | None:
     """Return when a new job with these options would start; None if Slurm does not tell."""
     try:
-        answer = slurm.sbatch(script, env, ["--test-only", *options])
+        answer = slurm.sbatch(script, env, ["--test-only", *options], _SECONDS_TO_ANSWER)
     except slurm.NoAnswerError:
         return None
     match = _START.search(answer.message)

@@ -68,6 +68,7 @@ def test_used_of_a_job_that_is_done(fake, run, capsys):
         "enough:   --time 01:30:00 --memory 5G (a quarter more)",
     ]
     assert "used:" not in "".join(status(capsys, "70"))
+    assert cli.main(["status", "--used"]) == 2
     with pytest.raises(SystemExit, match="2"):
         cli.main(["status", "--used", "--json", "70"])
 

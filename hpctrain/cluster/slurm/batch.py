@@ -39,19 +39,25 @@ class Answer:
     message: str
 
 
-def sbatch(script: bytes, env: Mapping[str, str], options: Sequence[str] = ()) -> Answer:
+def sbatch(
+    script: bytes,
+    env: Mapping[str, str],
+    options: Sequence[str] = (),
+    seconds: float = _SECONDS_TO_SUBMIT,
+) -> Answer:
     """Submit a script through standard input.
 
     Args:
         script: content of the batch script.
         env: environment of sbatch, which Slurm passes to the job.
         options: options of sbatch, which override those in the script.
+        seconds: time to wait for the answer.
 
     Raises:
-        NoAnswerError: there is no sbatch, or it did not answer within two minutes.
+        NoAnswerError: there is no sbatch, or it did not answer in time.
     """
     try:
-        done = run(["sbatch", "--parsable", *options], _SECONDS_TO_SUBMIT, env, text=script)
+        done = run(["sbatch", "--parsable", *options], seconds, env, text=script)
     except LateAnswerError as error:
         raise NoAnswerError(f"{error}; the job may be accepted still") from None
     # JOBID or JOBID;CLUSTER; a site's wrapper may print more text before it.
