@@ -119,7 +119,7 @@ def test_status_names_the_limit_that_a_job_meets(
 
     modify(1)
     try:
-        command = ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 300"]
+        command = ["sbatch", "--parsable", "--account=physics", "--wrap=sleep 300"]
         numbers = [accounted_cluster.run(command, check=True).stdout.strip() for _ in range(2)]
         deadline = time.monotonic() + 60
         while reason not in (shown := hpctrain("status", numbers[1]).stdout):

@@ -456,7 +456,10 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
         [launches.PYTHON, "-m", "hpctrain", *words], env=launches.on_cluster(cluster), timeout=7200
     )
     assert done.returncode == 0, done.stderr
-    assert job.ended() == ("COMPLETED", 0, 0), job.log
+    state, code, restarts = job.ended()
+    # The last kill may meet a rank that leaves after the end of the run.
+    late = code > 128 and json.loads(job.run.summary.read_text())["status"] == "done"
+    assert late or (state, code, restarts) == ("COMPLETED", 0, 0), job.log
     sys.stdout.write(f"{done.stdout}\n{job.run.summary.read_text()}\n{faults.lost(job.run.path)}\n")
     assert len(job.begins()) > 1, done.stdout + done.stderr
     check_finished(job, options)
