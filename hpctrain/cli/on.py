@@ -95,7 +95,7 @@ def _ask_all(words: list[str]) -> int:
             "HT829",
             "there are no clusters in ~/.config/hpctrain/clusters.toml",
             "a table for each cluster",
-            '[alps]\nhost = "login.example.org"',
+            'the lines [alps] and host = "login.example.org"',
         )
 
     def ask(cluster: over_ssh.Cluster) -> tuple[str, str]:

@@ -86,7 +86,12 @@ def without_slurm(name: str) -> Path:
     """
     if path := _run(name):
         return path
-    raise UsageError("HT818", f"{name!r} is no run here", _candidates(()))
+    known = ", ".join(printable(path) for path in runs()[-20:])
+    raise UsageError(
+        "HT818",
+        f"{name!r} is no run here",
+        f"one of {known}" if known else "a run directory; there are no runs below ./runs",
+    )
 
 
 def run_directory(name: str, env: Mapping[str, str]) -> Path:

@@ -75,7 +75,7 @@ def clusters(env: Mapping[str, str]) -> list[Cluster]:
             "HT829",
             f"{path} cannot be used: {error}",
             f"a table for each cluster, with host and what else is wanted of {names}",
-            '[alps]\nhost = "login.example.org"',
+            'the lines [alps] and host = "login.example.org"',
         ) from None
 
 
