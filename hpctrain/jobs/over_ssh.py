@@ -162,11 +162,21 @@ def send_code(cluster: Cluster, env: Mapping[str, str]) -> int:
         Number of files that were sent or removed.
 
     Raises:
+        UsageError: this is not the top folder of the project.
         StartError: the host cannot be reached, or the files cannot be written there.
         NoAnswerError: git is missing or fails.
     """
     store = frozen_code.STORE
-    tree = frozen_code.freeze(Path(), store).tree
+    snapshot = frozen_code.freeze(Path(), store)
+    tree = snapshot.tree
+    if Path(snapshot.root) != Path.cwd().resolve():
+        # The cluster's folder gets the whole project, and the command would run at its top.
+        raise UsageError(
+            "HT829",
+            f"{Path.cwd()} is a folder in the project {snapshot.root}",
+            "the top folder of the project",
+            f"cd {shlex.quote(snapshot.root)}",
+        )
     before = _ssh(cluster, f"{_enter(cluster)}\ncat {_SENT} 2>/dev/null || true", env, capture=True)
     _check(cluster, before)
     sent, gone = frozen_code.changes(store, before.stdout.decode(errors="replace").strip(), tree)

@@ -198,6 +198,13 @@ def test_submit_sends_what_has_changed(alps, fake, there, project, capfd):
     assert "alps: 2 changed files sent" in on(capfd, *words).err
 
 
+def test_submit_from_a_folder_of_the_project_is_refused(alps, there, project, monkeypatch, capfd):
+    monkeypatch.chdir(project / "package")
+    shown = on(capfd, "alps", "submit", "--", "python3", "train.py", code=2)
+    assert f"{project}/package is a folder in the project {project}" in shown.err
+    assert not (there / "project").exists()
+
+
 def test_pull_copies_a_run_without_its_checkpoints(alps, fake, there, project, capfd):
     run = there / "project/runs/train-70"
     run.joinpath("checkpoints/step-00000001").mkdir(parents=True)
