@@ -451,17 +451,28 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     run = ("--max-attempts", 10)
     job = run_command(cluster, nodes=3, run=run, script=(*options, "--pace", "0.2"))
     job.until(job.steps)
-    words = ["chaos", job.number, "--count", "1000", "--mean", "15", "--seed", "1"]
-    done = cluster.run(
-        [launches.PYTHON, "-m", "hpctrain", *words], env=launches.on_cluster(cluster), timeout=7200
-    )
-    assert done.returncode == 0, done.stderr
+
+    def chaos(*words):
+        command = [launches.PYTHON, "-m", "hpctrain", "chaos", job.number, *words]
+        done = cluster.run(command, env=launches.on_cluster(cluster), timeout=7200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    apart, text = os.environ.get("TEST_CHAOS_APART"), ""
+    if apart is None:
+        text = chaos("--count", "1000", "--mean", "15", "--seed", "1")
+    # Else each fault comes seconds after the first new step that follows the one before it.
+    while apart is not None and job.facts["JobState"] == "RUNNING":
+        starts = len(job.begins())
+        time.sleep(float(apart))
+        text += chaos("--count", "1", "--mean", "0.1", "--seed", str(starts))
+        job.until(lambda: len(job.begins()) > starts or job.facts["JobState"] != "RUNNING")
     state, code, restarts = job.ended()
     # The last kill may meet a rank that leaves after the end of the run.
     late = code > 128 and json.loads(job.run.summary.read_text())["status"] == "done"
     assert late or (state, code, restarts) == ("COMPLETED", 0, 0), job.log
-    sys.stdout.write(f"{done.stdout}\n{job.run.summary.read_text()}\n{faults.lost(job.run.path)}\n")
-    assert len(job.begins()) > 1, done.stdout + done.stderr
+    sys.stdout.write(f"{text}\n{job.run.summary.read_text()}\n{faults.lost(job.run.path)}\n")
+    assert len(job.begins()) > 1, text
     check_finished(job, options)
     assert not processes.having(os.getcwd(), "environ")
 
