@@ -5,9 +5,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.cli.terminal import note
+from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Process, Reading, Start, readings, survey
 from hpctrain.cluster.texts import nearest, printable
 from hpctrain.cluster.world import World
@@ -15,6 +17,9 @@ from hpctrain.errors import HpctrainError, UsageError
 
 __all__ = ["add", "as_json"]
 
+_SECONDS_TO_MEET = 30.0
+# Columns of the table of ranks, with their keys in the entries.
+_OF_A_RANK = {"LOCAL RANK": "local_rank", "CORES": "cores", "GPUS": "gpus", "PID": "pid"}
 _FIELDS = (
     "rank",
     "world_size",
@@ -31,7 +36,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Shows what the launcher of this process has set, each value with its "
         "variable, and the variables that are not used. Put it in place of your script: "
-        "srun hpctrain explain. With the code of an error, it shows meaning, causes and fix."
+        "srun hpctrain explain shows rank 0, and a table of all ranks. "
+        "With the code of an error, it shows meaning, causes and fix."
     )
     parser.add_argument("code", nargs="?", metavar="CODE", help="code of an error, such as HT101")
     parser.add_argument("--json", action="store_true", help="write JSON")
@@ -54,7 +60,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         text = json.dumps(as_json(start, variables)) + "\n"
     else:
-        text = _text(start, variables) if start else _table("found", variables)
+        text = _of_all(start, variables) if start else _table("found", variables)
     sys.stdout.write(text)
     if failure:
         raise failure
@@ -117,6 +123,59 @@ def as_json(start: Start | None, variables: Sequence[Reading]) -> dict[str, Any]
 def _refusals(start: Start | None) -> list[UsageError]:
     """Return the errors that opening a session would raise."""
     return [error for error in (start.stray, start.waste) if error] if start else []
+
+
+def _of_all(start: Start, variables: Sequence[Reading]) -> str:
+    """Return the output without `--json`: at rank 0 with a table of all ranks, at others nothing.
+
+    If the ranks do not find each other, each shows its own values.
+    """
+    own = _text(start, variables)
+    if start.world.world_size == 1 or start.stray or start.waste:
+        return own
+    # What the meaning of a code does not need.
+    from hpctrain.jobs.job_tables import aligned
+    from hpctrain.rendezvous import Answer, Roster, meet
+
+    rows: list[Sequence[str]] = []
+
+    def compare(roster: Roster) -> Answer:
+        for rank, host in enumerate(roster.host_of_rank):
+            own = [roster.entries[rank][name] for name in _OF_A_RANK.values()]
+            rows.append([str(rank), printable(roster.hosts[host]), str(host), *map(printable, own)])
+        return Answer()
+
+    point = start.rendezvous_point
+    # Not the ports of a training that may run beside it; the launcher's store needs torch.
+    point = dataclasses.replace(point, key=f"{point.key}/explain", store=None)
+    try:
+        met = meet(
+            start.world,
+            point,
+            _of_this_rank(start.world, os.environ),
+            _SECONDS_TO_MEET,
+            note,
+            check=compare,
+            option="",
+        )
+    except HpctrainError as error:
+        return f"{own}warning: {error}\n" if start.world.rank == 0 else own
+    if met.listener is not None:
+        met.listener.close()
+    if start.world.rank:
+        return ""
+    return f"{own}ranks:\n{aligned([('RANK', 'HOST', 'NODE', *_OF_A_RANK), *rows])}"
+
+
+def _of_this_rank(world: World, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns of this rank in the table, by the values of `_OF_A_RANK`."""
+    gpus = visible_gpus.visible(env)
+    return {
+        "local_rank": "?" if world.local_rank is None else str(world.local_rank),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "gpus": ",".join(gpus.names if gpus else visible_gpus.here()),
+        "pid": str(os.getpid()),
+    }
 
 
 def _text(start: Start, variables: Sequence[Reading]) -> str:

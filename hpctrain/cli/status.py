@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
@@ -27,9 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="RUN", help="job number, run directory, or job name"
     )
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="write JSON")
-    output.add_argument(
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.add_argument(
         "--used",
         action="store_true",
         help="also show what named jobs have used, and the options that would have been enough",
@@ -44,13 +44,15 @@ def _main(arguments: argparse.Namespace) -> int:
     try:
         user_jobs = slurm.jobs(os.environ, uid=os.getuid())
     except slurm.NoAnswerError as error:
-        slurm_error = str(error)
-        sys.stderr.write(f"hpctrain: Slurm does not answer: {error}\n")
+        # Of several lines about a missing configuration, the last one is the conclusion.
+        command, name, last = str(error).rpartition("squeue: ")
+        slurm_error = f"{name}{last}" if command else str(error)
+        sys.stderr.write(f"hpctrain: Slurm does not answer: {slurm_error}\n")
         statuses = _without_slurm(arguments.names)
     else:
         statuses = _with_slurm(arguments.names, user_jobs)
     if arguments.json:
-        jobs = [job_status.as_json(status) for status in statuses]
+        jobs = [_as_json(status, arguments.used) for status in statuses]
         sys.stdout.write(json.dumps({"slurm_error": slurm_error, "jobs": jobs}) + "\n")
     elif statuses:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -66,13 +68,21 @@ def _main(arguments: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
+def _as_json(status: JobStatus, used: bool) -> dict[str, Any]:
+    if not used:
+        return job_status.as_json(status)
+    from hpctrain.jobs.used import of_job  # seldom needed
+
+    return job_status.as_json(status, of_job(status, os.environ).as_json())
+
+
 def _put_details(statuses: Sequence[JobStatus], used: bool) -> None:
     for status in statuses:
         more = pending.lines(status.queued, os.environ) if status.queued else []
         if used:
-            from hpctrain.jobs.used import lines as used_lines  # seldom needed
+            from hpctrain.jobs.used import of_job
 
-            more += used_lines(status, os.environ)
+            more += of_job(status, os.environ).lines()
         if lines := job_tables.details(status, more):
             put(f"{f'job {status.label}' if status.label else status.run_dir}\n{lines}")
 

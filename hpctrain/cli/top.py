@@ -13,6 +13,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError, exit_codes
 from hpctrain.jobs import job_status, job_tables, run_progress
 from hpctrain.jobs.job_status import JobStatus
+from hpctrain.rundir import used
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,6 +61,7 @@ class _Screen:
         selected: number of the selected line.
         asked: key whose action waits for a yes; empty if there is none.
         curves: losses of the runs, by the name of their line.
+        used: what the ranks of the runs have used lately, by the name of their line.
     """
 
     statuses: Sequence[JobStatus] = ()
@@ -66,6 +69,7 @@ class _Screen:
     selected: int = 0
     asked: str = ""
     curves: dict[str, list[float]] = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
 
     @property
     def job(self) -> JobStatus | None:
@@ -140,6 +144,7 @@ class _Screen:
         return [
             *([f"hosts: {printable(hosts)}"] if hosts else []),
             place,
+            *([f"lately: {text}"] if (text := self.used.get(_name(status))) else []),
             *job_tables.details(status).splitlines(),
         ]
 
@@ -237,13 +242,17 @@ def _refresh(screen: _Screen, ended: threading.Event) -> None:
             user_jobs = []
             screen.note = f"Slurm does not answer: {error}"
         statuses, _ = job_status.listed(user_jobs, os.environ)
-        screen.curves = {
-            _name(status): run_progress.losses(status.run_dir)
-            for status in statuses
-            if status.run_dir is not None
-        }
+        runs = [(_name(one), one.run_dir) for one in statuses if one.run_dir is not None]
+        screen.curves = {name: run_progress.losses(path) for name, path in runs}
+        screen.used = {name: _lately(path) for name, path in runs}
         screen.statuses = statuses
         ended.wait(_SECONDS_BETWEEN_QUERIES)
+
+
+def _lately(run: Path) -> str:
+    """Return what the ranks of a run have used lately, as one line; empty if it is not known."""
+    recent = run_progress.recent_use(run)
+    return "; ".join(f"{name} {text}" for name, text in used.lines(recent)) if recent else ""
 
 
 @contextlib.contextmanager

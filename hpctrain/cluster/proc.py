@@ -14,6 +14,7 @@ __all__ = [
     "environment",
     "family",
     "namespace",
+    "private_memory",
     "start_time",
     "started",
     "stat",
@@ -75,6 +76,15 @@ def family(pid: int) -> list[int]:
         for thread in threads(one):
             found += map(int, text(f"{thread}/children").split())
     return found
+
+
+def private_memory(pid: int) -> int:
+    """Return the bytes of a process in memory that are of no file; 0 if it has ended.
+
+    Pages that a forked process still shares with its parent are counted.
+    """
+    pages = text(f"{pid}/statm").split()
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def started(pid: int) -> int | None:

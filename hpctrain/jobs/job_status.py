@@ -158,8 +158,13 @@ def _accounted(label: str, env: Mapping[str, str]) -> list[slurm.Ended]:
         return []
 
 
-def as_json(status: JobStatus) -> dict[str, Any]:
-    """Return the entry of `hpctrain status --json`; unknown values are None."""
+def as_json(status: JobStatus, used: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the entry of `hpctrain status --json`; unknown values are None.
+
+    Args:
+        status: status of the job and of its run.
+        used: entry about what it has used.
+    """
     job, ended = status.queued, status.ended
     record = job or ended
     code = record.code if record else None
@@ -181,6 +186,7 @@ def as_json(status: JobStatus) -> dict[str, Any]:
         "failure": status.failure or None,
         "log": os.path.abspath(status.log) if status.log else None,
         "run": _run(status) if status.run_dir else None,
+        "used": used,
     }
 
 

@@ -45,7 +45,8 @@ class Cluster:
     Attributes:
         name: name for the user.
         host: login host, as ssh takes it.
-        folder: folder there, in the home or absolute, in which all commands run.
+        folder: folder there, in the home or absolute, in which all commands run; before the first
+            `submit` makes it, they run in the home.
         python: Python there.
         setup: line of a shell before each command, such as `module load python`.
     """
@@ -177,7 +178,9 @@ def send_code(cluster: Cluster, env: Mapping[str, str]) -> int:
             "the top folder of the project",
             f"cd {shlex.quote(snapshot.root)}",
         )
-    before = _ssh(cluster, f"{_enter(cluster)}\ncat {_SENT} 2>/dev/null || true", env, capture=True)
+    before = _ssh(
+        cluster, f"{_enter(cluster, True)}\ncat {_SENT} 2>/dev/null || true", env, capture=True
+    )
     _check(cluster, before)
     sent, gone = frozen_code.changes(store, before.stdout.decode(errors="replace").strip(), tree)
     if not sent and not gone:
@@ -189,7 +192,9 @@ def send_code(cluster: Cluster, env: Mapping[str, str]) -> int:
             tar.add(folder / name, name, recursive=False)
     # tar reads standard input, so the names of removed files are in the script.
     removed = "".join(f"rm -f -- {shlex.quote(name)}\n" for name in gone)
-    script = f"{_enter(cluster)}\n{removed}mkdir -p {store}\ntar xzf - && echo {tree} > {_SENT}"
+    script = (
+        f"{_enter(cluster, True)}\n{removed}mkdir -p {store}\ntar xzf - && echo {tree} > {_SENT}"
+    )
     done = _ssh(cluster, script, env, text=archive.getvalue(), capture=True)
     _check(cluster, done)
     if done.returncode:
@@ -221,10 +226,14 @@ def pull(cluster: Cluster, run_dir: str, target: Path, env: Mapping[str, str]) -
         tar.extractall(target, filter="data")
 
 
-def _enter(cluster: Cluster) -> str:
-    """Return the lines of a script that set up the shell, and go to the folder."""
+def _enter(cluster: Cluster, make: bool = False) -> str:
+    """Return the lines of a script that set up the shell, and go to the folder.
+
+    A folder that is not there is made, or the home is used in its place.
+    """
     folder = _home(cluster.folder)
-    return f"{cluster.setup or ':'}\nmkdir -p {folder} && cd {folder} || exit {_NO_FOLDER}"
+    go = f"mkdir -p {folder} && cd {folder}" if make else f"cd {folder} 2>/dev/null || cd"
+    return f"{cluster.setup or ':'}\n{go} || exit {_NO_FOLDER}"
 
 
 def _python(cluster: Cluster) -> str:

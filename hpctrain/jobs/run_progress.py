@@ -15,8 +15,9 @@ from hpctrain.cluster import slurm
 
 if TYPE_CHECKING:
     from hpctrain.rundir.effective_time import EffectiveTime
+    from hpctrain.rundir.used import Used
 
-__all__ = ["Progress", "end_of", "label_of", "losses", "progress", "run_of"]
+__all__ = ["Progress", "end_of", "label_of", "losses", "progress", "recent_use", "run_of"]
 
 # Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
@@ -75,6 +76,13 @@ def losses(path: Path) -> list[float]:
     rows = _last_rows(rundir.RunDirectory(path).metrics)
     found = (_number(row.get("loss"), float) for row in rows)
     return [loss for loss in found if loss is not None]
+
+
+def recent_use(path: Path) -> "Used | None":
+    """Return what the ranks of a run have used lately; None if they have recorded nothing."""
+    from hpctrain.rundir.used import measure
+
+    return measure(_last_rows(rundir.RunDirectory(path).timings))
 
 
 def _effective(directory: rundir.RunDirectory) -> "EffectiveTime | None":

@@ -28,6 +28,7 @@ from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record, shared_memory
 from hpctrain.rundir import effective_time
 from hpctrain.rundir.exit_status import read_exit_status
+from hpctrain.rundir.used import used_so_far
 
 __all__ = ["Policy", "hopeless", "run", "settled"]
 
@@ -225,7 +226,7 @@ def _attempts(
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
             _free_memory(hosts, used, attempt)
-            _record(directory, *result)
+            _record(directory, environ, *result)
             return result
         write_stderr(
             f"hpctrain: attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
@@ -294,15 +295,18 @@ def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:
     return recorded[1] if recorded else ""
 
 
-def _record(directory: rundir.RunDirectory, code: int, reason: str) -> None:
-    """Write the end to the summary; print why a run is given up, and where its time went."""
+def _record(directory: rundir.RunDirectory, env: Mapping[str, str], code: int, reason: str) -> None:
+    """Write the end to the summary; print why a run is given up, where its time went, its use."""
     effective = effective_time.measure(directory)
     if code == exit_codes.GIVEN_UP:
         write_stderr(f"hpctrain: given up: {reason}\n")
         if effective is not None:
             write_stderr(f"hpctrain: {effective}\n")
-    if code != exit_codes.STOPPED and directory.identity.exists():
-        directory.record_end(code, reason, **(effective.as_json() if effective else {}))
+    if code == exit_codes.STOPPED or not directory.identity.exists():
+        return
+    for name, text in used_so_far(directory, effective, False) if detect_job(env) else ():
+        write_stderr(f"hpctrain: {name}: {text}\n")
+    directory.record_end(code, reason, **(effective.as_json() if effective else {}))
 
 
 def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:

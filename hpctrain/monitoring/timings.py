@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import statistics
 import time
@@ -13,6 +14,7 @@ import torch
 
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
+from hpctrain.cluster import proc
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
@@ -27,9 +29,11 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Clock", "DeviceClock", "Timings"]
 
-# Of each rank in a line: seconds per step of waiting for data and of the forward pass, and the most
-# bytes so far of the process and of its GPU.
-_COLUMNS = ("data", "forward", "memory", "gpu_memory")
+# Of each rank in a line: seconds per step of waiting for data and of the forward pass; the most
+# bytes so far of the process, with those of its children now, and of its GPU; the mean number of
+# cores at work; the share of the last second in which its GPU had work.
+_COLUMNS = ("data", "forward", "memory", "gpu_memory", "cores", "gpu_use")
+_NOT_SEEN = -1.0  # a number in a sum
 # Seconds of training between two lines of timings.jsonl.
 _SECONDS_BETWEEN_LINES = 30.0
 # Shorter intervals do not show a slow rank: a single delay weighs too much.
@@ -118,6 +122,25 @@ class DeviceClock(Clock):
         return statistics.median(done) * micro_batches if done else 0.0
 
 
+def _processor_seconds() -> float:
+    """Return the processor time of this process and of its children, such as loader processes."""
+    return math.fsum(one.seconds for one in proc.stats(proc.family(os.getpid())))
+
+
+def _memory() -> float:
+    """Return the most bytes so far of this process, and those of its children now."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return own + sum(map(proc.private_memory, proc.family(os.getpid())[1:]))
+
+
+def _gpu_use(device: torch.device) -> float:
+    """Return the share of the last second in which the GPU had work; -1 if nothing shows it."""
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # no nvidia-ml-py, or one of its own errors: not on MIG slices, no right
+        return _NOT_SEEN
+
+
 def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
@@ -163,6 +186,7 @@ class Timings:
         self._step_seconds: list[float] = []  # of each step of this interval
         self._begun = self._ended
         self._waited = self._seconds[LOADING]
+        self._busy = _processor_seconds(), time.monotonic()
         self._clock.restart()
 
     def step(self) -> None:
@@ -192,9 +216,13 @@ class Timings:
         own = [0.0] * (len(_COLUMNS) * size)
         own[rank] = waited / steps
         own[size + rank] = self._clock.forward(steps, self._micro_batches)
-        own[2 * size + rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        own[2 * size + rank] = _memory()
+        (busy, begun), (used, now) = self._busy, (_processor_seconds(), time.monotonic())
+        own[4 * size + rank] = max(0.0, used - busy) / max(now - begun, 1e-3)
+        own[5 * size + rank] = _NOT_SEEN
         if self._backend.device.type == "cuda":
             own[3 * size + rank] = torch.cuda.max_memory_reserved(self._backend.device)
+            own[5 * size + rank] = _gpu_use(self._backend.device)
         buckets = Counter(
             math.floor(20 * math.log10(seconds * 1e6))
             for seconds in self._step_seconds
@@ -231,6 +259,7 @@ class Timings:
             return
         for number, name in enumerate(_COLUMNS):
             line[name] = numbers[number * size : (number + 1) * size]
+        line["gpu_use"] = [None if use == _NOT_SEEN else use for use in line["gpu_use"]]
         try:
             rundir.append(self._directory.timings, json.dumps(line))
         except OSError as error:

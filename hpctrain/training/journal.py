@@ -15,6 +15,7 @@ from hpctrain.process.stderr_capture import StderrCapture
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder, measure
 from hpctrain.rundir.lock import Lock
+from hpctrain.rundir.used import used_so_far
 from hpctrain.training import identity
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
@@ -159,7 +160,9 @@ class RunJournal:
         if code in (exit_codes.DONE, exit_codes.STOPPED):
             logger.info("%s", effective)
         if code == exit_codes.DONE:
-            sys.stdout.write(table(summary, context.backend.transport, self.directory.path))
+            used = used_so_far(self.directory, effective, True) if context.allocation else ()
+            text = table(summary, context.backend.transport, self.directory.path, used)
+            sys.stdout.write(text)
             sys.stdout.flush()
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -350,13 +350,16 @@ class _Lines:
 _SCORES = (("top-1", "top1"), ("loss", "loss"))
 
 
-def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
+def table(
+    summary: Mapping[str, Any], transport: str, path: Path, used: Sequence[tuple[str, str]] = ()
+) -> str:
     """Format the results of a run as a short table.
 
     Args:
         summary: content of summary.json.
         transport: transport of the backend, such as "gloo".
         path: path of the run directory.
+        used: what the run has used, as names and texts.
     """
     metrics = summary["metrics"]
     scores = [(name, score) for name, score in _SCORES if score in metrics]
@@ -367,6 +370,7 @@ def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
         "ranks": str(summary["world_size"]),
         "backend": f"{summary['backend']} ({transport})",
         "precision": summary["precision"],
+        **dict(used),
         "run": str(path),
     }
     return "".join(f"{name:<10} {value}\n" for name, value in shown.items())

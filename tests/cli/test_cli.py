@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain import __main__
+from hpctrain import __main__, rendezvous
 from hpctrain.cli import COMMANDS, main
 from hpctrain.cluster import env_vars
+from hpctrain.errors import StartError
 from hpctrain.errors.codes import CODES
 
 PACKAGE = Path(hpctrain.__file__).parent
@@ -72,6 +73,17 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"hpctrain {hpctrain.__version__}\n"
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """Let no other rank be there."""
+
+    def fail(*_, **__):
+        raise StartError("HT201", "no other rank is there", "all ranks")
+
+    monkeypatch.setattr(rendezvous, "meet", fail)
+
+
+@pytest.mark.usefixtures("alone")
 def test_explain_prints_each_value_with_its_variable(monkeypatch, capsys):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -88,6 +100,7 @@ def test_explain_prints_each_value_with_its_variable(monkeypatch, capsys):
     assert lines[0][:2] == ["launcher", "torchrun"]
 
 
+@pytest.mark.usefixtures("alone")
 def test_explain_shows_the_values_that_follow_from_the_variables(monkeypatch, capsys):
     sizes = {"RANK": 1, "SIZE": 3, "LOCAL_RANK": 1, "LOCAL_SIZE": 3}
     for name, value in sizes.items():

@@ -343,6 +343,7 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
                 "lost_seconds": {**dict.fromkeys(REASONS, 0.0), "start": 2.5},
             },
         },
+        "used": None,
     }
     assert (pending["state"], pending["hosts"], pending["elapsed_seconds"]) == ("PENDING", [], None)
     assert (pending["start_time"], pending["reason"]) == (None, "Resources")
@@ -375,6 +376,19 @@ def test_status_json_of_accounting_and_of_runs_without_slurm_fits_its_schema(slu
     for name in ended.keys() - {"job", "state", "run"}:
         known = {**train, name: {"hosts": [], "nodes": 1}.get(name, 7)}
         assert not validator.is_valid({**document, "jobs": [known]})
+
+
+def test_status_json_of_what_a_job_used_fits_its_schema(slurm, capsys):
+    run = make_run("train-70", step=40)
+    line = {"steps": 10, "hosts": ["node1"], "step_times": {"100": 10}, "data": [0.01]}
+    line |= {"memory": [1e9], "gpu_memory": [2e9], "cores": [1.5], "gpu_use": [0.5]}
+    run.joinpath("timings.jsonl").write_text(json.dumps(line))
+    slurm.jobs(job("70", State="COMPLETED", WorkDir=os.getcwd()))
+    slurm.command("sacct", "512000K\n")
+    document = status(capsys, "--used", "70")
+    (used,) = [one["used"] for one in document["jobs"]]
+    assert None not in {*used.values(), *used["ranks"].values(), *used["enough"].values()}
+    refuses_all_changes("status", document)
 
 
 def test_status_json_of_nothing_is_one_document(slurm, capsys):

@@ -15,6 +15,7 @@ import fake_slurm
 import pytest
 from fake_slurm import job
 from processes import until
+from terminals import Terminal
 
 from hpctrain import cli
 from hpctrain.errors import StartError, UsageError
@@ -205,6 +206,28 @@ def test_submit_from_a_folder_of_the_project_is_refused(alps, there, project, mo
     assert not (there / "project").exists()
 
 
+def test_folder_of_a_cluster_is_made_by_the_first_submit(alps, fake, there, project, capfd):
+    fake.jobs(job("70", UserID=str(os.getuid()), WorkDir="/nowhere"))
+    assert "70" in on(capfd, "alps", "status").out
+    assert not (there / "project").exists()
+    alps("wrong", folder="/proc/nothing")
+    with pytest.raises(StartError, match="its folder /proc/nothing cannot be made"):
+        over_ssh.send_code(over_ssh.find("wrong", os.environ), os.environ)
+
+
+@pytest.mark.e2e
+def test_top_of_a_cluster_in_a_terminal(alps, fake, there, capfd):
+    fake.jobs(job("70", UserID=str(os.getuid()), WorkDir="/nowhere"))
+    with Terminal("on", "alps", "top") as terminal:
+        terminal.shows("running")
+        terminal.press(b"c")
+        terminal.shows("cancel 70? y or n")
+        terminal.press(b"n")
+        terminal.press(b"q")
+        assert terminal.process.wait(30) == 0
+        assert terminal.is_as_before()
+
+
 def test_pull_copies_a_run_without_its_checkpoints(alps, fake, there, project, capfd):
     run = there / "project/runs/train-70"
     run.joinpath("checkpoints/step-00000001").mkdir(parents=True)
@@ -237,7 +260,6 @@ def test_status_of_all_clusters_tells_which_do_not_answer(alps, fake, there, cap
     [
         ({"python": "/usr/bin/false"}, "/usr/bin/false on login is missing, or older than 3.11"),
         ({"python": "no-such-python"}, "no-such-python on login is missing"),
-        ({"folder": "/proc/nothing"}, "its folder /proc/nothing cannot be made"),
         ({"host": "down"}, "it cannot be reached"),
     ],
 )

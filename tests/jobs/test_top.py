@@ -1,24 +1,15 @@
 """hpctrain top: its screen, its keys, and the terminal that it leaves behind."""
 
-import contextlib
-import fcntl
 import io
 import json
 import os
-import pty
-import re
-import select
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import fake_slurm
 import pytest
 from fake_slurm import job
-from processes import until
 from rich.console import Console
+from terminals import Terminal
 
 from hpctrain import cli
 from hpctrain.cli.top import _do, _Screen, curve
@@ -129,45 +120,20 @@ def test_top_without_a_terminal_is_refused(fake, capsys):
 @pytest.mark.parametrize("last", [b"q", b"\x03", None], ids=["q", "Ctrl-C", "closed terminal"])
 def test_top_shows_jobs_and_leaves_the_terminal_as_it_was(fake, last):
     """Look at the screen in a pseudo-terminal, press keys, and quit."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    before = termios.tcgetattr(theirs)
-    env = {**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
-    # In a session of its own, of which this is the terminal.
-    command = ["setsid", "--ctty", sys.executable, "-m", "hpctrain", "top"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
-    text = ""
-
-    def appeared(words):
-        nonlocal text
-        with contextlib.suppress(OSError):
-            while select.select([ours], [], [], 0.05)[0]:
-                text += os.read(ours, 65536).decode(errors="replace")
-        return words in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-
-    try:
-        until(lambda: appeared("running"))
-        assert "█" in text
-        os.write(ours, b"\x1b[B")
-        until(lambda: appeared("jobs with a higher priority are first"))
-        os.write(ours, b"c")
-        until(lambda: appeared("cancel 71? y or n"))
-        os.write(ours, b"n")
-        until(lambda: appeared("nothing was changed"))
+    with Terminal("top") as terminal:
+        terminal.shows("running")
+        assert "█" in terminal.text
+        terminal.press(b"\x1b[B")
+        terminal.shows("jobs with a higher priority are first")
+        terminal.press(b"c")
+        terminal.shows("cancel 71? y or n")
+        terminal.press(b"n")
+        terminal.shows("nothing was changed")
         if last is None:
-            os.close(theirs)
-            os.close(ours)
+            terminal.close()
+            terminal.process.wait(30)
         else:
-            os.write(ours, last)
-        code = process.wait(30)
-        if last is not None:
-            assert code == 0
-            assert appeared("\x1b[?1049l") or "\x1b[?1049l" in text  # the screen before it
-            assert termios.tcgetattr(theirs) == before
+            terminal.press(last)
+            assert terminal.process.wait(30) == 0
+            assert terminal.is_as_before()
         assert "scancel" not in fake.calls.read_text() if fake.calls.exists() else True
-    finally:
-        process.kill()
-        process.wait()
-        for descriptor in (ours, theirs):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)

@@ -22,7 +22,7 @@ class Sums:
         self.sums = [data, *(one for one, _ in self.others)]
         self.sums += [forward, *(two for _, two in self.others)]
         self.sums += numbers[2 * self.world_size :]
-        assert len(numbers) == len(self.sums) == 4 * self.world_size
+        assert len(numbers) == len(self.sums) == 6 * self.world_size
         return self
 
     def ready(self):
@@ -67,6 +67,7 @@ def test_timings_line_has_the_phases_of_a_step(loop):
     (line,) = loop.lines()
     assert line.pop("time") > 0
     assert line.pop("memory")[0] > 10_000_000  # of this process
+    assert line.pop("cores")[0] >= 0
     assert line == {
         "step": 11,
         "epoch": 3,
@@ -75,6 +76,7 @@ def test_timings_line_has_the_phases_of_a_step(loop):
         "data": [pytest.approx(0.030), 0.001],
         "forward": [pytest.approx(0.020), 0.025],
         "gpu_memory": [0, 0],
+        "gpu_use": [None, 0.0],
         "step_times": {"100": 8, "106": 2},  # 110 and 210 ms: 20 log10 of 110,000 and 210,000
     }
     loop.steps(4)

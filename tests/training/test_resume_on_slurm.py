@@ -466,7 +466,9 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
         starts = len(job.begins())
         time.sleep(float(apart))
         text += chaos("--count", "1", "--mean", "0.1", "--seed", str(starts))
-        job.until(lambda: len(job.begins()) > starts or job.facts["JobState"] != "RUNNING")
+        job.until(
+            lambda starts=starts: len(job.begins()) > starts or job.facts["JobState"] != "RUNNING"
+        )
     state, code, restarts = job.ended()
     # The last kill may meet a rank that leaves after the end of the run.
     late = code > 128 and json.loads(job.run.summary.read_text())["status"] == "done"

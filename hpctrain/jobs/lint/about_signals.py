@@ -13,6 +13,7 @@ __all__ = ["RULES"]
 _LEAST_SECONDS = 60
 # Signals that bash survives without a trap.
 _HARMLESS = frozenset(("CHLD", "CONT", "URG", "WINCH"))
+_REQUEUES = re.compile(r"\bscontrol\s+requeue\b")
 # squeue, sacct, scontrol show job, but not scontrol show hostnames.
 _CHECKS_STATE = re.compile(r"(?m)^(?!\s*#).*\b(squeue|sacct|scontrol\s+show(?!\s+host)|JobState)\b")
 
@@ -92,8 +93,10 @@ def _end(script: LintedScript) -> Iterator[Found]:
         yield last.line, "no-wait", reason, "type wait in the last line"
     calls = [one for one in script.launches if one.argv[:2] == ["scontrol", "requeue"]]
     option, mode = script.options.get("requeue"), script.value("open-mode")
+    again = [one.line for one in calls]
+    again += [line for line, body in script.traps.values() if _REQUEUES.search(body)]
     # Without any #SBATCH line the options are elsewhere.
-    line = option.line if option else calls[0].line if calls and script.options else 0
+    line = option.line if option else min(again, default=0) if script.options else 0
     if line and mode[:1] not in ("a", "A") and script.value("output") != "/dev/null":
         reason = "a job that is requeued overwrites its log, so that earlier output is lost"
         yield line, "log-truncated", reason, "type #SBATCH --open-mode=append"
@@ -101,7 +104,7 @@ def _end(script: LintedScript) -> Iterator[Found]:
     spared = script.traps and not {"TERM", "EXIT", "CONT"} & script.traps.keys()
     lines = [one.line for one in calls if not (spared and one.command.conditional)]
     trap, body = script.traps.get("TERM", (0, ""))
-    lines += [trap] if re.search(r"\bscontrol\s+requeue\b", body) else []
+    lines += [trap] if _REQUEUES.search(body) else []
     for line in lines if not _CHECKS_STATE.search(script.text) else ():
         reason = "a job that was cancelled is started again, as its state is not checked first"
         state = 'scontrol show job -o "$SLURM_JOB_ID" | grep -qE "JobState=(RUNNING|SIGNALING) "'

@@ -45,21 +45,23 @@ def _job(script: LintedScript) -> Iterator[Found]:
     Source: sbatch(1), DESCRIPTION; srun(1), --ntasks-per-node and --gpus-per-node.
     """
     gpus, each, nodes = script.gpus_per_node, script.tasks_per_node or 1, script.count("nodes") or 1
-    if launch := script.lacks_srun:
-        where = f"on the first of {nodes} nodes" if nodes > 1 else f"as one of {each} tasks"
-        reason = f"this starts {where} only: Slurm runs a batch script once"
-        yield launch.line, "missing-srun", reason, *_with_srun(script, launch)
     trains = [one for one in script.launches if one.trains]
     given = script.options.keys() | {name for one in trains for name in one.options}
     # Slurm gives each task one CPU, if the partition has no other default. In a script of `hpctrain
     # render` that default is what a person left to the cluster.
     left_out = "HPCTRAIN_SITE" not in script.text and not given & _CPUS_OF_JOB
+    cpus = script.count("cpus-per-task")
     if trains and each <= gpus > 1 and left_out:
+        cpus = 8 * gpus // each
         line = max(script.options[name].line for name in _GPUS if name in script.options)
         reason = f"Slurm gives each task one CPU, so a node's {gpus} GPUs wait for their data"
-        fix = f"type #SBATCH --cpus-per-task={8 * gpus // each} (cores of a node / its tasks)"
-        fix += f", and srun {_OWN_CPUS}" if any(one.by == "srun" for one in trains) else ""
+        fix = f"type #SBATCH --cpus-per-task={cpus} (cores of a node / its tasks)"
+        fix += f", and srun {_OWN_CPUS}" if script.steps else ""
         yield line, "missing-cpus", reason, fix
+    if launch := script.lacks_srun:
+        where = f"on the first of {nodes} nodes" if nodes > 1 else f"as one of {each} tasks"
+        reason = f"this starts {where} only: Slurm runs a batch script once"
+        yield launch.line, "missing-srun", reason, *_with_srun(launch, cpus, each)
     for launch in script.launches if gpus and not _BY_TASK & script.options.keys() else ():
         steps = launch.by in ("srun", "hpctrain run") or launch is script.lacks_srun
         tasks, nproc = script.tasks_of(launch.options)[1] if steps else None, _nproc(launch)
@@ -78,9 +80,9 @@ def _nproc(launch: Launch) -> int | None:
     return int(match[1]) if match else None
 
 
-def _with_srun(script: LintedScript, launch: Launch) -> tuple[str, ...]:
-    """Return the lines that start a program on all nodes."""
-    srun, command, cpus = "srun --kill-on-bad-exit=1", launch.text, script.count("cpus-per-task")
+def _with_srun(launch: Launch, cpus: int | None, each: int) -> tuple[str, ...]:
+    """Return the lines that start a program on all nodes, with CPUs and tasks of each node."""
+    srun, command = "srun --kill-on-bad-exit=1", launch.text
     if launch.kind != "agent":
         srun += f" {_OWN_CPUS}" if cpus else ""
         # The batch shell would replace such a variable by 0, for all tasks.
@@ -89,7 +91,7 @@ def _with_srun(script: LintedScript, launch: Launch) -> tuple[str, ...]:
         return (f"{srun} {command}", *([run] if run != command else []))
     srun += ' --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
     # One agent has the CPUs of all tasks of its host.
-    srun += f" --cpus-per-task={cpus * (script.tasks_per_node or 1)}" if cpus else ""
+    srun += f" --cpus-per-task={cpus * each}" if cpus else ""
     if command.startswith("accelerate"):
         return (f"{srun} {_ACCELERATE}",)
     apart, together = _torchrun(launch)
