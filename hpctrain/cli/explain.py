@@ -131,7 +131,7 @@ def _of_all(start: Start, variables: Sequence[Reading]) -> str:
     If the ranks do not find each other, each shows its own values.
     """
     own = _text(start, variables)
-    if start.world.world_size == 1 or start.stray or start.waste:
+    if start.world.world_size == 1 or start.stray:
         return own
     # What the meaning of a code does not need.
     from hpctrain.jobs.job_tables import aligned

@@ -58,6 +58,20 @@ def test_sums_are_exact_and_equal_on_all_ranks(run, size):
         assert result[2:] == (ones, ones, {"from": 0}, 0.5, ["of rank 0", *[""] * (size - 1)])
 
 
+def sum_in_the_background():
+    with session(batch_size=2) as opened:
+        rank = opened.world.rank
+        early = opened.backend.sum_async([1.0]) if rank == 0 else None
+        waited = opened.sum(rank)
+        return waited, list((early or opened.backend.sum_async([1.0])).values())
+
+
+@pytest.mark.parametrize("run", ["auto"], indirect=True)
+def test_sums_in_the_background_are_apart_from_those_that_ranks_wait_for(run):
+    """Rank 0 begins a sum in the background before another sum, the other ranks after it."""
+    assert ranks.values(run(3, sum_in_the_background)) == [(3, [3.0])] * 3
+
+
 def train_12_steps():
     with session(
         global_batch=12, batch_size=1, precision="fp64", max_steps=12, log_every=1, run_dir="run"

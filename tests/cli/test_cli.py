@@ -117,6 +117,36 @@ def test_explain_shows_the_values_that_follow_from_the_variables(monkeypatch, ca
     assert "num_nodes" not in explained["sources"]
 
 
+@pytest.mark.e2e
+def test_explain_of_several_ranks_is_one_table(tmp_path):
+    """Start explain on two hosts as srun would; rank 0 prints its values and a row for each."""
+    command = ["run", "--as", "slurm", "--nodes", "2", "--nproc-per-node", "2,1"]
+    done = hpctrain_command(*command, "-m", "hpctrain", "explain")
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("0: ") for line in done.stdout.splitlines()]
+    assert lines[0].split()[:2] == ["launcher", "slurm"]
+    assert [line.split()[:2] for line in lines].count(["world_size", "3"]) == 1
+    rows = [line.split() for line in lines[lines.index("ranks:") + 1 :]]
+    assert rows[0][:5] == ["RANK", "HOST", "NODE", "LOCAL", "RANK"]
+    assert [row[:4] for row in rows[1:]] == [
+        ["0", "node1", "0", "0"],
+        ["1", "node1", "0", "1"],
+        ["2", "node2", "1", "0"],
+    ]
+    cores = str(len(os.sched_getaffinity(0)))
+    assert {row[4] for row in rows[1:]} == {cores}
+
+
+@pytest.mark.usefixtures("alone")
+def test_explain_of_a_rank_that_finds_no_other_prints_its_values(monkeypatch, capsys):
+    for name, value in {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["explain"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("world_size") == 1
+    assert "warning: no other rank is there\n  expected: all ranks\n" in output
+
+
 def test_explain_json_refuses_a_contradiction_with_one_error():
     done = hpctrain_command("explain", "--json", env={"RANK": "1"})
     assert done.returncode == 2

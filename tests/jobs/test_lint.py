@@ -267,6 +267,23 @@ def test_lint_finds_all_in_one_wave(lines, found):
     assert {*rules(f"#!/bin/bash\n{lines}\n")} >= found
 
 
+def test_lint_fixes_of_srun_and_of_cpus_fit_together():
+    job = "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=4 --ntasks-per-node=4"
+    command = "python a.py"
+    cpus, srun = lint(f"{job}\n{command}\n", Path("/nowhere"))
+    assert (cpus.rule, srun.rule) == ("missing-cpus", "missing-srun")
+    more = cpus.fixes[0].removeprefix("type #SBATCH ").partition(" ")[0]
+    assert rules(f"{job} {more}\n{srun.fixes[0]}\n") == []
+
+
+def test_lint_log_of_a_job_that_its_trap_requeues():
+    trap = "trap 'scontrol requeue $SLURM_JOB_ID' USR1"
+    script = "#!/bin/bash\n#SBATCH --signal=B:USR1@120"
+    text = "\n" + trap + "\nsrun -n1 python a.py & wait $!\n"
+    assert rules(script + text) == ["log-truncated"]
+    assert rules(f"{script} --open-mode=append{text}") == []
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

@@ -1,5 +1,8 @@
 """Timings of the phases of a step, and the detection of slow ranks."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -82,6 +85,24 @@ def test_timings_line_has_the_phases_of_a_step(loop):
     loop.steps(4)
     loop.timings.finish(15, 3)
     assert [line["steps"] for line in loop.lines()] == [10, 4]
+
+
+def test_timings_count_the_loader_processes_of_a_rank(loop):
+    loop = loop()
+    loop.steps(3)
+    loop.timings.begin(3, 0)
+    loop.timings.poll()
+    code = "import time; kept = bytearray(b'x') * 10**8; print(flush=True); n = sum(range(10**7))"
+    command = [sys.executable, "-S", "-c", f"{code}; print(flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as loader:
+        for _ in range(2):
+            loader.stdout.readline()
+        loop.steps(3)
+        loop.timings.finish(6, 0)
+        loader.kill()
+    before, line = loop.lines()
+    assert line["memory"][0] - before["memory"][0] > 90_000_000
+    assert line["cores"][0] > 0
 
 
 def test_timings_are_due_every_half_minute_of_training(loop):

@@ -132,6 +132,9 @@ def test_preemption_by_usr2_requeues_and_resumes(submit, check_finished):
     lost = check_finished(job, short, twice=0)
     assert len(job.begins()) == 2
     assert (lost["queue"] > 1, lost["redo"], lost["detect"]) == (True, 0, 0)
+    # What it has used; the time of a job that was requeued is no advice.
+    assert re.search(r"\nused +0\.\d\d host hours: 3 × \d+ s\nmemory +at most 0\.\d\d GB", job.log)
+    assert re.search(r"\nenough +--memory \dG --cpus-per-task \d ", job.log)
 
 
 @pytest.mark.slow
