@@ -264,6 +264,7 @@ TABLES: dict[str, Table] = {
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
     "chaos": functools.partial(recorded_baseline, "chaos"),
+    "restarts": functools.partial(recorded_baseline, "restarts"),
     "mixed faults": functools.partial(recorded_baseline, "mixed_faults"),
     "repeats": functools.partial(recorded_baseline, "repeats"),
     "by launcher": functools.partial(recorded_baseline, "by_launcher"),

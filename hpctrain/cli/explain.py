@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.cli.terminal import note
-from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Process, Reading, Start, readings, survey
 from hpctrain.cluster.texts import nearest, printable
 from hpctrain.cluster.world import World
@@ -133,7 +131,8 @@ def _of_all(start: Start, variables: Sequence[Reading]) -> str:
     own = _text(start, variables)
     if start.world.world_size == 1 or start.stray:
         return own
-    # What the meaning of a code does not need.
+    # What one process does not need.
+    from hpctrain.cli.terminal import note
     from hpctrain.jobs.job_tables import aligned
     from hpctrain.rendezvous import Answer, Roster, meet
 
@@ -169,6 +168,8 @@ def _of_all(start: Start, variables: Sequence[Reading]) -> str:
 
 def _of_this_rank(world: World, env: Mapping[str, str]) -> dict[str, str]:
     """Return the columns of this rank in the table, by the values of `_OF_A_RANK`."""
+    from hpctrain.cluster import visible_gpus
+
     gpus = visible_gpus.visible(env)
     return {
         "local_rank": "?" if world.local_rank is None else str(world.local_rank),

@@ -5,6 +5,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import select
 import sys
 import termios
@@ -79,8 +80,6 @@ class _Screen:
 
     def key(self, key: str) -> str:
         """Take a key; return the action to do now: follow, stop, cancel, requeue, quit or none."""
-        if not key:
-            return ""
         job, asked, self.asked = self.job, self.asked, ""
         if asked:
             self.note = "" if key == "y" else "nothing was changed"
@@ -189,7 +188,7 @@ def _main(arguments: argparse.Namespace) -> int:
                 action = ""
                 while not action:
                     live.update(picture(), refresh=True)
-                    action = screen.key(_read_key())
+                    action = next(filter(None, map(screen.key, _read_keys())), "")
             if action == "quit":
                 return exit_codes.DONE
             if screen.job is not None:
@@ -267,12 +266,15 @@ def _keys() -> Iterator[None]:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _read_key() -> str:
-    """Return the next key, or an empty string after a moment; a closed terminal is a q."""
+def _read_keys() -> list[str]:
+    """Return the keys that were pressed, after a moment at most; a closed terminal is a q.
+
+    Keys that are typed fast arrive together, the more so over ssh.
+    """
     if not select.select([sys.stdin], [], [], _SECONDS_FOR_A_KEY)[0]:
-        return ""
+        return []
     try:
         text = os.read(sys.stdin.fileno(), 16).decode(errors="replace")
     except OSError:
         text = ""
-    return text or "q"
+    return re.findall(r"\x1b\[.|.", text or "q", re.DOTALL)

@@ -387,7 +387,7 @@ def test_status_json_of_what_a_job_used_fits_its_schema(slurm, capsys):
     slurm.command("sacct", "512000K\n")
     document = status(capsys, "--used", "70")
     (used,) = [one["used"] for one in document["jobs"]]
-    assert None not in {*used.values(), *used["ranks"].values(), *used["enough"].values()}
+    assert None not in [*used.values(), *used["ranks"].values(), *used["enough"].values()]
     refuses_all_changes("status", document)
 
 

@@ -61,13 +61,12 @@ def test_screen_fits_the_terminal(screen):
 def test_keys_select_a_job_and_ask_before_they_change_one(screen):
     assert screen.key("\x1b[A") == ""
     assert screen.job.label == "70"
-    for key in ("j", "\x1b[B", ""):
+    for key in ("j", "\x1b[B"):
         assert screen.key(key) == ""
     assert screen.job.label == "71"
     assert "jobs with a higher priority are first" in "".join(shown(screen))
     for key, action in (("s", "stop"), ("c", "cancel"), ("r", "requeue")):
         assert screen.key(key) == ""
-        assert screen.key("") == ""  # no key yet
         assert shown(screen)[-1].rstrip() == f"{action} 71? y or n"
         assert screen.key("y") == action
         screen.key(key)
