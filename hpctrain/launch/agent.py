@@ -34,7 +34,7 @@ from hpctrain.errors import (
 from hpctrain.launch import cores, preflight, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
@@ -56,8 +56,8 @@ class Plan:
             records of the ranks and the ends of the agents.
         launch: name of the launcher's run, the same for all its attempts (default: a new one).
         attempt: number of earlier attempts.
-        bound: whether each rank gets cores of its own.
-        temporary: whether the folder is removed if this process is killed.
+        temporary: whether the folder is on this host only, and is removed if this process is
+            killed. In a job it is not, and each rank gets cores of its own.
         staging: what each host copies to its own disk: code, environment, data.
         container: image in which the ranks run; empty for none.
         label: label of the job and number of the start, for the folder of the copies.
@@ -70,7 +70,6 @@ class Plan:
     folder: str
     launch: str = ""
     attempt: int = 0
-    bound: bool = True
     temporary: bool = False
     staging: Sequence[str] = ("", "", "")
     container: str = ""
@@ -139,10 +138,10 @@ class End:
 
     code: int
     ranks: int
-    first: FirstFailure | None
-    signal: int | None
-    stop_unhandled: bool
-    usage: bool
+    first: FirstFailure | None = None
+    signal: int | None = None
+    stop_unhandled: bool = False
+    usage: bool = False
     connected: bool = True
     lost: str = ""
     unfit: Sequence[str] = ()
@@ -177,9 +176,8 @@ def main() -> int:
         os.environ[env_vars.EVIDENCE] = plan.folder  # where one of the agents notes that it prints
         shared_errors.report(error)
         usage = error.exit_code == UsageError.exit_code
-        end = End(error.exit_code, 0, None, None, False, usage)
-        if isinstance(error, UnfitHostsError):
-            end = replace(end, unfit=error.hosts)
+        unfit = error.hosts if isinstance(error, UnfitHostsError) else ()
+        end = End(error.exit_code, 0, usage=usage, unfit=unfit)
         _write(end, plan, os.uname().nodename)
     return end.code
 
@@ -221,7 +219,14 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
             "ports": stores.ports if stores else None,
         }
         met = meet(
-            world, point, entry, _START_SECONDS, _print, check=_check_hosts, noun="host", option=""
+            world,
+            point,
+            entry,
+            _START_SECONDS,
+            announce,
+            check=_check_hosts,
+            noun="host",
+            option="",
         )
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
@@ -239,10 +244,6 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
 def _write(end: End, plan: Plan, host: str) -> None:
     """Write the end of a host for `hosts.read_ends`."""
     rundir.replace(Path(plan.folder) / f"end-{host}", json.dumps(asdict(end)))
-
-
-def _print(line: str) -> None:
-    write_stderr(f"hpctrain: {line}\n")
 
 
 def _without(host: str) -> str:
@@ -304,7 +305,7 @@ def _watched(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[s
     if not watch.lost or not end.code:
         return end
     if plan.temporary and (met.world.rank == 0 or watch.lost == met.roster.hosts[0]):
-        _print(f"{watch.lost} is lost: it has not answered for {SECONDS_TO_DETECT} s")
+        announce(f"{watch.lost} is lost: it has not answered for {SECONDS_TO_DETECT} s")
     caused = end.first is None or end.first.caused_by_other_rank
     return replace(end, first=None if caused else end.first, lost=watch.lost)
 
@@ -361,7 +362,7 @@ def _run(
             plan.exit_status_file(world.rank),
             labelled=sum(counts) > 1,
             events=events,
-            cores=cores.divided(here, env) if plan.bound else None,
+            cores=None if plan.temporary else cores.divided(here, env),
             temporary=plan.temporary,
             folder=folder,
             announces=plan.temporary,  # in a job, the supervisor has printed it
@@ -378,9 +379,8 @@ def _print_layout(counts: Sequence[int], share: int, env: Mapping[str, str]) -> 
     cores_text = f"{share} core{'s' * (share > 1)}"
     if threads:
         cores_text += f" and OMP_NUM_THREADS={threads}"
-    write_stderr(
-        f"hpctrain: {sum(counts)} ranks on {len(counts)} hosts, {each} on each; {cores_text} for "
-        "each rank\n"
+    announce(
+        f"{sum(counts)} ranks on {len(counts)} hosts, {each} on each; {cores_text} for each rank"
     )
 
 

@@ -23,7 +23,7 @@ from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.host_choice import HostChoice
 from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record, shared_memory
 from hpctrain.rundir import effective_time
@@ -228,9 +228,9 @@ def _attempts(
             _free_memory(hosts, used, attempt)
             _record(directory, environ, *result)
             return result
-        write_stderr(
-            f"hpctrain: attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
-            f"{_without(lost)}; {_from(after, kept)}\n"
+        announce(
+            f"attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
+            f"{_without(lost)}; {_from(after, kept)}"
         )
     raise AssertionError  # the count has no end
 
@@ -240,16 +240,14 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
     killed = end.code - 128 in signal.valid_signals()  # srun has other codes above 128, such as 233
     if first is None and recorded is None and killed:
         name = signal_name(end.code - 128)
-        write_stderr(
-            f"hpctrain: {name} ended all ranks at once, as a scheduler does that ends their step\n"
-        )
+        announce(f"{name} ended all ranks at once, as a scheduler does that ends their step")
     # After a usage error every rank has printed the same few lines.
     if first is None or end.ranks == 1 or end.usage:
         return
     if recorded is not None and recorded[0] == exit_codes.STOPPED:
         return
     where = f" on {first.host}" if first.host else ""
-    write_stderr(f"hpctrain: rank {first.rank}{where} {first.conclusion}\n")
+    announce(f"rank {first.rank}{where} {first.conclusion}")
 
 
 def _without(lost: Sequence[str]) -> str:
@@ -299,13 +297,13 @@ def _record(directory: rundir.RunDirectory, env: Mapping[str, str], code: int, r
     """Write the end to the summary; print why a run is given up, where its time went, its use."""
     effective = effective_time.measure(directory)
     if code == exit_codes.GIVEN_UP:
-        write_stderr(f"hpctrain: given up: {reason}\n")
+        announce(f"given up: {reason}")
         if effective is not None:
-            write_stderr(f"hpctrain: {effective}\n")
+            announce(str(effective))
     if code == exit_codes.STOPPED or not directory.identity.exists():
         return
     for name, text in used_so_far(directory, effective, False) if detect_job(env) else ():
-        write_stderr(f"hpctrain: {name}: {text}\n")
+        announce(f"{name}: {text}")
     directory.record_end(code, reason, **(effective.as_json() if effective else {}))
 
 

@@ -17,7 +17,7 @@ from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.containers import pyxis
 from hpctrain.launch.hosts import Attempt, HostsEnd
 from hpctrain.launch.job_hosts import Inside, JobHosts
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record
 
@@ -93,9 +93,7 @@ class InSlurm(JobHosts):
         try:
             in_job = set(expand(slurm.hosts_left(slurm.ids_of_parts(self._env), self._env)))
         except slurm.NoAnswerError as error:
-            write_stderr(
-                f"hpctrain: squeue did not list the hosts of the job, so all are used: {error}\n"
-            )
+            announce(f"squeue did not list the hosts of the job, so all are used: {error}")
             return list(self.names)
         return [host for host in self.names if host in in_job]
 

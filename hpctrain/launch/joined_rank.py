@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from hpctrain.cluster import launchers
 from hpctrain.launch.rank_environment import Connection, of_rank
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import no_program
 from hpctrain.launch.stores import Stores
 from hpctrain.rendezvous import Answer, Roster, meet
@@ -40,7 +40,9 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     entry = {"ports": stores.ports if stores else None}
     point = start.rendezvous_point
     mistake = start.stray or start.waste
-    met = meet(start.world, point, entry, _START_SECONDS, _print, mistake, check=_ports, option="")
+    met = meet(
+        start.world, point, entry, _START_SECONDS, announce, mistake, check=_ports, option=""
+    )
     if met.listener is not None:
         met.listener.close()
     world, roster = met.world, met.roster
@@ -66,7 +68,3 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
 def _ports(roster: Roster) -> Answer:
     """Return the ports of the stores, which rank 0 has chosen, for all ranks."""
     return Answer(shared=roster.entries[0]["ports"])
-
-
-def _print(line: str) -> None:
-    write_stderr(f"hpctrain: {line}\n")

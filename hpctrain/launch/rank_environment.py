@@ -14,7 +14,7 @@ from hpctrain.cluster.launchers.slurm import SlurmStep
 from hpctrain.cluster.launchers.torchrun import Torchrun
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.rendezvous.addresses import LOOPBACK
 from hpctrain.rendezvous.interfaces import interface_of
 
@@ -258,9 +258,9 @@ def print_threads(env: Environ, ranks: Sequence[int] | Mapping[int, object]) -> 
     """Print the threads per rank, for several ranks without OMP_NUM_THREADS in `env`."""
     if len(ranks) > 1 and "OMP_NUM_THREADS" not in env:
         cores = len(os.sched_getaffinity(0))
-        write_stderr(
-            f"hpctrain: OMP_NUM_THREADS={threads(len(ranks))} for each of {len(ranks)} ranks: "
-            f"{cores} core{'s' if cores > 1 else ''}\n"
+        announce(
+            f"OMP_NUM_THREADS={threads(len(ranks))} for each of {len(ranks)} ranks: "
+            f"{cores} core{'s' if cores > 1 else ''}"
         )
 
 

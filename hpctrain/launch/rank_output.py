@@ -17,7 +17,7 @@ from typing import IO, Protocol, TextIO
 
 from hpctrain.process.logging import abandon
 
-__all__ = ["TRACEBACK", "Output", "Tail", "write_stderr"]
+__all__ = ["TRACEBACK", "Output", "Tail", "announce"]
 
 _CHUNK = 1 << 16
 # With several ranks, a line is held until it ends, up to this many bytes.
@@ -45,11 +45,11 @@ _CHAINED = (
 )
 
 
-def write_stderr(text: str) -> None:
-    """Write a text to standard error, if it is open."""
+def announce(text: str) -> None:
+    """Write a message of the launcher to standard error, if it is open."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            sys.stderr.write(f"hpctrain: {text}\n")
             sys.stderr.flush()
 
 

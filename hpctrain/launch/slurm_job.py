@@ -19,7 +19,7 @@ from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import UsageError, exit_codes
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.process import signals
 from hpctrain.rundir import host_ledger
 
@@ -62,9 +62,7 @@ def own_environment(env: Mapping[str, str]) -> dict[str, str]:
     """
     own = dict(env)
     if own.get(env_vars.STOP_FILE) and own.pop(env_vars.RUN_DIR, ""):
-        write_stderr(
-            f"hpctrain: {env_vars.RUN_DIR} is ignored: it is that of the job that called sbatch\n"
-        )
+        announce(f"{env_vars.RUN_DIR} is ignored: it is that of the job that called sbatch")
     own.pop(env_vars.STOP_FILE, None)
     own = slurm.of_all_parts(own)
     if any(map(own.get, env_vars.OF_A_SHELL)):
@@ -151,19 +149,19 @@ class SlurmJob:
         if code == exit_codes.STOPPED:
             code, refused = self._stopped(reason)
             if not refused:
-                write_stderr(f"hpctrain: job {label} is preempted, and Slurm requeues it now\n")
+                announce(f"job {label} is preempted, and Slurm requeues it now")
                 return code
-            write_stderr(f"hpctrain: job {label} is not started again: {refused}\n")
+            announce(f"job {label} is not started again: {refused}")
         elif code != exit_codes.GIVEN_UP:
             return code
         checkpoints = rundir.RunDirectory(directory).steps()
         if checkpoints:
             task = self.allocation.array_task
             array = "" if task is None else f"--array={task} "
-            write_stderr(
-                f"hpctrain: its checkpoints are in {directory}\n  fix:      hpctrain requeue "
+            announce(
+                f"its checkpoints are in {directory}\n  fix:      hpctrain requeue "
                 f"{label}\n  or:       {env_vars.RUN_DIR}={shlex.quote(str(directory))} sbatch "
-                f"{array}SCRIPT --resume (if Slurm refuses that, or has forgotten the job)\n"
+                f"{array}SCRIPT --resume (if Slurm refuses that, or has forgotten the job)"
             )
         return code
 
@@ -222,9 +220,9 @@ class SlurmJob:
             hosts = slurm.excludable(hosts, needed, partition, self.env)
             if hosts:
                 slurm.exclude(self.allocation.label, hosts, self.env)
-                write_stderr(
-                    f"hpctrain: the next start leaves out {', '.join(hosts)}, which had faults "
-                    f"({host_ledger.LEDGER})\n"
+                announce(
+                    f"the next start leaves out {', '.join(hosts)}, which had faults "
+                    f"({host_ledger.LEDGER})"
                 )
         except slurm.NoAnswerError as error:
-            write_stderr(f"hpctrain: {', '.join(hosts)} may be used again: {error}\n")
+            announce(f"{', '.join(hosts)} may be used again: {error}")

@@ -18,7 +18,7 @@ from hpctrain.launch import agent, attempts, rank_environment, supervisor
 from hpctrain.launch.agent import End, Plan
 from hpctrain.launch.attempts import Policy
 from hpctrain.launch.hosts import Hosts
-from hpctrain.launch.rank_output import write_stderr
+from hpctrain.launch.rank_output import announce
 from hpctrain.launch.stores import Stores
 from hpctrain.process import failure_record
 from hpctrain.rundir.exit_status import read_exit_status, write_exit_status
@@ -123,7 +123,7 @@ def _host(
     point: RendezvousPoint,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
-        plan = Plan(command, nproc, name, bound=False, temporary=True)
+        plan = Plan(command, nproc, name, temporary=True)
         end = agent.run(plan, world, point, env)
         return _conclude(end, Path(name), command, env)
 
@@ -184,7 +184,7 @@ def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, 
         if trains and end.first is None and alone:
             _report_missing_sessions(end.ranks)
         if end.first is not None and end.ranks > 1 and not end.usage:
-            write_stderr(f"hpctrain: rank {end.first.rank} {end.first.conclusion}\n")
+            announce(f"rank {end.first.rank} {end.first.conclusion}")
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     # An exit status of 0 does not cover errors of a rank after its session.
     return exit_status[0] if exit_status and (exit_status[0] or not end.code) else end.code
@@ -241,12 +241,12 @@ def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str])
 def _report_missing_sessions(ranks: int) -> None:
     """Print that no rank of a start has opened a session or connected to the others."""
     if ranks > 1:
-        write_stderr(
-            f"hpctrain: none of the {ranks} ranks has opened a Session or connected to the others: "
+        announce(
+            f"none of the {ranks} ranks has opened a Session or connected to the others: "
             "each rank has trained alone\n"
             "  expected: with hpctrain.Session(…) as session: in the script, or "
             "torch.distributed.init_process_group()\n"
-            "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone\n"
+            "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone"
         )
 
 

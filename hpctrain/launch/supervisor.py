@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain.cluster import env_vars
 from hpctrain.errors import UsageError
-from hpctrain.launch.rank_output import Output, write_stderr
+from hpctrain.launch.rank_output import Output, announce
 from hpctrain.launch.rank_processes import Guard, Rank
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
@@ -323,9 +323,7 @@ class _Watch:
                 # Not to its child processes: it needs its loader workers while it saves.
                 rank.signal(number, everything=False)
         if self._announces:
-            write_stderr(
-                f"hpctrain: {signal.Signals(number).name} {done}; a second one ends them at once\n"
-            )
+            announce(f"{signal.Signals(number).name} {done}; a second one ends them at once")
 
     def _end(self, number: int) -> None:
         self._ended = True
