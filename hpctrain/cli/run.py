@@ -18,7 +18,7 @@ from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.launch.attempts import Policy
-    from hpctrain.launch.hosts import Hosts
+    from hpctrain.launch.job_hosts import JobHosts
 
 __all__ = ["add"]
 
@@ -243,7 +243,7 @@ def _by_place(arguments: argparse.Namespace, program: _Program, env: Mapping[str
 
 
 def _in_other_job(
-    hosts: "Hosts", arguments: argparse.Namespace, program: _Program, env: Mapping[str, str]
+    hosts: "JobHosts", arguments: argparse.Namespace, program: _Program, env: Mapping[str, str]
 ) -> int:
     """Start the ranks on the hosts of a job of another scheduler, which does not requeue it."""
     from hpctrain.launch import starts

@@ -22,7 +22,7 @@ from hpctrain.cluster.job import detect as detect_job
 from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.host_choice import HostChoice
-from hpctrain.launch.hosts import Attempt, Hosts, HostsEnd
+from hpctrain.launch.job_hosts import Attempt, HostsEnd, JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record, shared_memory
@@ -106,7 +106,7 @@ def hopeless(
 
 
 def run(
-    hosts: Hosts,
+    hosts: JobHosts,
     command: Sequence[str],
     directory: rundir.RunDirectory,
     env: Mapping[str, str],
@@ -163,7 +163,7 @@ def run(
 
 
 def _attempts(
-    hosts: Hosts,
+    hosts: JobHosts,
     present: Sequence[str],
     command: Sequence[str],
     directory: rundir.RunDirectory,
@@ -260,7 +260,7 @@ def _from(step: int | None, kept: int) -> str:
     return f"from step {step} on" + (", or from a later copy in memory" if kept >= 0 else "")
 
 
-def _free_memory(hosts: Hosts, present: Sequence[str], last: Attempt) -> None:
+def _free_memory(hosts: JobHosts, present: Sequence[str], last: Attempt) -> None:
     """Free the copies in memory on all hosts, where the ranks did not; not if there are none.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster.job import detect as detect_job
-from hpctrain.launch.hosts import Hosts, HostsEnd
+from hpctrain.launch.job_hosts import HostsEnd, JobHosts
 from hpctrain.rundir import host_ledger
 
 __all__ = ["HostChoice"]
@@ -34,7 +34,7 @@ class HostChoice:
     """
 
     def __init__(
-        self, hosts: Hosts, present: Sequence[str], spares: int, env: Mapping[str, str]
+        self, hosts: JobHosts, present: Sequence[str], spares: int, env: Mapping[str, str]
     ) -> None:
         job = detect_job(env)
         self._hosts, self._job = hosts, job.label if job else ""

@@ -4,16 +4,15 @@ import json
 import os
 import shutil
 import sys
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import StartError
 from hpctrain.launch import rank_environment
-from hpctrain.launch.hosts import Attempt
-from hpctrain.launch.job_hosts import JobHosts
+from hpctrain.launch.job_hosts import Attempt, JobHosts
+from hpctrain.launch.standby import Step
 
 __all__ = ["hosts_of"]
 
@@ -21,7 +20,21 @@ _SECONDS_TO_ANSWER = 30.0
 
 
 class _OtherJob(JobHosts):
-    """Hosts of a job without a command that shows which of them are lost."""
+    """Hosts of a job without a command that shows which of them are lost.
+
+    Args:
+        counts: see `JobHosts`.
+        starter: function of hosts and environment that returns the words before a command that
+            start it once on each host, bound to no core.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        starter: Callable[[Sequence[str], Mapping[str, str]], list[str]],
+    ) -> None:
+        super().__init__(counts)
+        self._starter = starter
 
     def present(self, launch: str) -> list[str]:
         """Return all hosts."""
@@ -32,9 +45,7 @@ class _OtherJob(JobHosts):
         """Return what to type if a host cannot be used."""
         return (f"ssh {host} true (shows the reason)",)
 
-    def _step(
-        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
-    ) -> tuple[list[str], dict[str, str], Path]:
+    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return a command that starts an agent on each host."""
         environ.setdefault(env_vars.MAIN_ADDRESS, hosts[0])  # MPICH's mpirun does not set it
         # Not each launcher passes the environment to other hosts, and command lines are public.
@@ -46,55 +57,41 @@ class _OtherJob(JobHosts):
         agent = [sys.executable, "-m", "hpctrain.launch.agent", str(file)]
         return [*self._starter(hosts, environ), *agent], environ, step / "exit-status"
 
-    @abstractmethod
-    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """Return the words before a command that start it once on each host, bound to no core."""
 
-
-class _UnderMpirun(_OtherJob):
-    """Hosts on which mpirun starts the agents.
+def _mpirun(hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return the words of mpirun.
 
     Sources: mpirun(1) of Open MPI 4.1 and 5.0; "Using the Hydra Process Manager" of MPICH;
     "Hydra Environment Variables" and "Hydra Command-line Options" of Intel MPI.
     """
-
-    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        names = ",".join(hosts)
-        command = ["mpirun", "-n", str(len(hosts))]
-        version = _answer("mpirun", "--version")
-        if "HYDRA" in version or "Intel" in version:
-            return [*command, "-ppn", "1", "-hosts", names, "-genv", "I_MPI_PIN", "0"]
-        path = ["-x", "PYTHONPATH"] if env.get("PYTHONPATH") else []
-        return [*command, "--host", names, "--bind-to", "none", *path]
+    names = ",".join(hosts)
+    command = ["mpirun", "-n", str(len(hosts))]
+    version = _answer("mpirun", "--version")
+    if "HYDRA" in version or "Intel" in version:
+        return [*command, "-ppn", "1", "-hosts", names, "-genv", "I_MPI_PIN", "0"]
+    path = ["-x", "PYTHONPATH"] if env.get("PYTHONPATH") else []
+    return [*command, "--host", names, "--bind-to", "none", *path]
 
 
-class _UnderFlux(_OtherJob):
-    """Hosts on which `flux run` starts the agents.
+def _flux_run(hosts: Sequence[str], _: Mapping[str, str]) -> list[str]:
+    """Return the words of `flux run`.
 
     Source: flux-run(1) of flux-core.
     """
-
-    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        del env
-        count = str(len(hosts))
-        # It hides all GPUs from a task that was given none.
-        options = ["-o", "cpu-affinity=off", "-o", "gpu-affinity=off"]
-        return ["flux", "run", "--nodes", count, "--ntasks", count, *options]
+    count = str(len(hosts))
+    # It hides all GPUs from a task that was given none.
+    options = ["-o", "cpu-affinity=off", "-o", "gpu-affinity=off"]
+    return ["flux", "run", "--nodes", count, "--ntasks", count, *options]
 
 
-class _UnderJsrun(_OtherJob):
-    """Hosts on which jsrun starts the agents, each with the whole host.
+def _jsrun(hosts: Sequence[str], _: Mapping[str, str]) -> list[str]:
+    """Return the words of jsrun, which gives each agent the whole host.
 
     Source: jsrun(1) of IBM's Job Step Manager.
     """
-
-    def _starter(self, hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        del env
-        whole = ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS", "--bind", "none"]
-        return [
-            *("jsrun", "--nrs", str(len(hosts)), "--rs_per_host", "1", "--tasks_per_rs", "1"),
-            *whole,
-        ]
+    each = ["--rs_per_host", "1", "--tasks_per_rs", "1"]
+    whole = ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS", "--bind", "none"]
+    return ["jsrun", "--nrs", str(len(hosts)), *each, *whole]
 
 
 def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
@@ -145,9 +142,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     elif nproc is not None:
         ranks = rank_environment.layout(nproc, [0] * len(counts))
         counts = dict(zip(counts, ranks, strict=True))
-    if env.get("FLUX_URI"):
-        return _UnderFlux(counts)
-    return _UnderJsrun(counts) if jsrun else _UnderMpirun(counts)
+    return _OtherJob(counts, _flux_run if env.get("FLUX_URI") else _jsrun if jsrun else _mpirun)
 
 
 def _is_launch_host_first(env: Mapping[str, str]) -> bool:

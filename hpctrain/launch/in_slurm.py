@@ -15,10 +15,10 @@ from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.launch import rank_environment, supervisor
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.containers import pyxis
-from hpctrain.launch.hosts import Attempt, HostsEnd
-from hpctrain.launch.job_hosts import Inside, JobHosts
+from hpctrain.launch.job_hosts import Attempt, HostsEnd, Inside, JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
+from hpctrain.launch.standby import Step
 from hpctrain.process import failure_record
 
 __all__ = ["Direct", "InSlurm", "Once"]
@@ -110,9 +110,7 @@ class InSlurm(JobHosts):
         """Return what to type if a host cannot be used."""
         return (f"scontrol show node {host} (shows the reason)", f"#SBATCH --exclude={host}")
 
-    def _step(
-        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
-    ) -> tuple[list[str], dict[str, str], Path]:
+    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return an srun that starts an agent on each host."""
         environ = {
             name: value
@@ -148,9 +146,7 @@ class Once(InSlurm):
     broadcasts = False
     agents = False
 
-    def _step(
-        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
-    ) -> tuple[list[str], dict[str, str], Path]:
+    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return the program with the variables of its start."""
         del hosts
         return list(attempt.command), environ, attempt.folder / "exit-status-0"
@@ -187,9 +183,7 @@ class Once(InSlurm):
 class Direct(Once):
     """Hosts of a Slurm job on which srun starts each rank as a task, as for MPI."""
 
-    def _step(
-        self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]
-    ) -> tuple[list[str], dict[str, str], Path]:
+    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return an srun with the layout of the job."""
         environ = {name: value for name, value in environ.items() if name != _EXPORT}
         how = ["--quiet", "--kill-on-bad-exit=1"]

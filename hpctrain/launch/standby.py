@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.launch import supervisor
 from hpctrain.launch.rank_processes import Rank
 
-__all__ = ["Standby", "command_that_waits"]
+__all__ = ["Standby", "Step", "command_that_waits"]
 
 _MOST_RANKS = 4096  # of a host; a pipe holds as many bytes
 _SECONDS_TO_END = 5.0

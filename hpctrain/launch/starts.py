@@ -17,7 +17,7 @@ from hpctrain.errors import exit_codes
 from hpctrain.launch import agent, attempts, rank_environment, supervisor
 from hpctrain.launch.agent import End, Plan
 from hpctrain.launch.attempts import Policy
-from hpctrain.launch.hosts import Hosts
+from hpctrain.launch.job_hosts import JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.stores import Stores
 from hpctrain.process import failure_record
@@ -191,7 +191,7 @@ def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, 
 
 
 def on_hosts(
-    hosts: Hosts,
+    hosts: JobHosts,
     command: Sequence[str],
     directory: Path,
     env: Mapping[str, str],

@@ -18,8 +18,8 @@ from hpctrain.errors.exit_codes import MOST_FRUITLESS
 from hpctrain.launch import attempts, starts
 from hpctrain.launch.agent import End, FirstFailure
 from hpctrain.launch.attempts import Policy
-from hpctrain.launch.hosts import Attempt, HostsEnd, read_ends
 from hpctrain.launch.in_slurm import InSlurm
+from hpctrain.launch.job_hosts import Attempt, HostsEnd, read_ends
 from hpctrain.rundir import effective_time, host_ledger
 from hpctrain.rundir.exit_status import write_exit_status
 
