@@ -20,7 +20,6 @@ from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = [
     "AS",
-    "MOST_RANKS",
     "Connection",
     "environs",
     "environs_of_host",
@@ -49,7 +48,7 @@ _OF_A_TASK = (
 )
 
 # Each rank is a Python process; a larger number on one machine is probably a typing error.
-MOST_RANKS = 1024
+_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +129,11 @@ def environs(
     Raises:
         UsageError: there are more ranks than one machine may have.
     """
-    worlds = _simulated_worlds(tasks_per_node)
-    _check_number(len(worlds))
+    _check_number(sum(tasks_per_node))
+    nodes = len(tasks_per_node)
+    hosts = tuple(f"node{index + 1}" for index in range(nodes))
+    hosts = hosts if nodes > 1 else (os.uname().nodename,)
+    worlds = [one for node in range(nodes) for one in _worlds(node, tasks_per_node, hosts)]
     start, secret = secrets.randbelow(2**31), secrets.token_hex(16)
     common = _common(env, style, threads(len(worlds)))
     common[env_vars.SECRET] = secret
@@ -166,24 +168,14 @@ def environs_of_host(
         UsageError: there are more ranks than one machine may have.
     """
     here = world.node_rank or 0
-    count = tasks_per_node[here]
-    _check_number(count)
+    _check_number(tasks_per_node[here])
     common = _common(env, "hpctrain", cores)
     if env.get("SLURM_JOB_ID"):
         common["SLURM_CPUS_PER_TASK"] = str(cores)
-    found = {}
-    for local_rank in range(count):
-        rank = World(
-            rank=sum(tasks_per_node[:here]) + local_rank,
-            world_size=sum(tasks_per_node),
-            local_rank=local_rank,
-            local_world_size=count,
-            node_rank=here,
-            num_nodes=len(tasks_per_node),
-            hosts=world.hosts,
-        )
-        found[rank.rank] = {**common, **of_rank(rank, tasks_per_node, connection, env)}
-    return found
+    return {
+        rank.rank: {**common, **of_rank(rank, tasks_per_node, connection, env)}
+        for rank in _worlds(here, tasks_per_node, world.hosts)
+    }
 
 
 def of_rank(
@@ -240,11 +232,11 @@ def of_rank(
 
 
 def _check_number(ranks: int) -> None:
-    if ranks > MOST_RANKS:
+    if ranks > _MOST_RANKS:
         raise UsageError(
             "HT213",
             f"{ranks} ranks on this machine",
-            f"at most {MOST_RANKS}",
+            f"at most {_MOST_RANKS}",
             "--nproc-per-node 2",
         )
 
@@ -254,7 +246,7 @@ def threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def print_threads(env: Environ, ranks: Sequence[int] | Mapping[int, object]) -> None:
+def print_threads(env: Environ, ranks: Mapping[int, object]) -> None:
     """Print the threads per rank, for several ranks without OMP_NUM_THREADS in `env`."""
     if len(ranks) > 1 and "OMP_NUM_THREADS" not in env:
         cores = len(os.sched_getaffinity(0))
@@ -294,9 +286,10 @@ def _simulated(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str])
     return environ
 
 
-def _simulated_worlds(tasks_per_node: Sequence[int]) -> list[World]:
-    nodes = len(tasks_per_node)
-    hosts = tuple(f"node{index + 1}" for index in range(nodes))
+def _worlds(
+    node_rank: int, tasks_per_node: Sequence[int], hosts: tuple[str, ...] | None
+) -> list[World]:
+    """Return the place of each rank of a host."""
     return [
         World(
             rank=sum(tasks_per_node[:node_rank]) + local_rank,
@@ -304,9 +297,8 @@ def _simulated_worlds(tasks_per_node: Sequence[int]) -> list[World]:
             local_rank=local_rank,
             local_world_size=tasks_per_node[node_rank],
             node_rank=node_rank,
-            num_nodes=nodes,
-            hosts=hosts if nodes > 1 else (os.uname().nodename,),
+            num_nodes=len(tasks_per_node),
+            hosts=hosts,
         )
-        for node_rank in range(nodes)
         for local_rank in range(tasks_per_node[node_rank])
     ]
