@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 from hpctrain.rendezvous import Rendezvous
+from hpctrain.rendezvous.messages import keep_alive
 
 __all__ = ["SECONDS_TO_DETECT", "HostWatch"]
 
@@ -96,15 +97,7 @@ class HostWatch:
         _send(peer, f"{self._met.nonce} {self._met.world.rank}")
 
     def _add(self, peer: socket.socket, index: int) -> None:
-        for option, value in (
-            (socket.TCP_KEEPIDLE, _INTERVAL),
-            (socket.TCP_KEEPINTVL, _INTERVAL),
-            (socket.TCP_KEEPCNT, SECONDS_TO_DETECT // _INTERVAL - 1),
-            # Keep-alive pauses while sent data is not acknowledged.
-            (socket.TCP_USER_TIMEOUT, SECONDS_TO_DETECT * 1000),
-        ):
-            peer.setsockopt(socket.IPPROTO_TCP, option, value)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(peer, SECONDS_TO_DETECT, _INTERVAL)
         peer.setblocking(False)
         self._peers[peer], self._rests[peer] = index, b""
         self._selector.register(peer, selectors.EVENT_READ)

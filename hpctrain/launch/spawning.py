@@ -1,6 +1,5 @@
 """`hpctrain.spawn`: run a function on several ranks, from scripts and notebooks."""
 
-import json
 import os
 import pickle
 import signal
@@ -13,16 +12,17 @@ from typing import Any, Literal, TypeVar
 from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.launch import rank_environment, supervisor
+from hpctrain.launch.rank_processes import end_with_parent
 from hpctrain.rundir.exit_status import read_exit_status
 
-__all__ = ["spawn"]
+__all__ = ["run_rank", "spawn"]
 
 T = TypeVar("T")
 
 # With -c, `__main__` in a rank is an empty module, so the script is not imported a second time.
 _RANK = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from hpctrain.launch import spawned_rank; spawned_rank.main(sys.argv.pop(1))"
+    "from hpctrain.launch import spawning; spawning.run_rank(sys.argv.pop(1))"
 )
 
 
@@ -75,13 +75,11 @@ def spawn(
         outcome = supervisor.run(
             command, environs, exit_status_file, labelled=count > 1, bind=False
         )
+        failure: HpctrainError | None = None
         try:
-            results, failure = (
-                _results(folder, outcome, read_exit_status(exit_status_file)),
-                None,
-            )
+            results = _results(folder, outcome, read_exit_status(exit_status_file))
         except HpctrainError as error:
-            results, failure = [], error
+            failure = error
     _interrupt(outcome)  # after the folder is removed, because it may end this process
     if failure is not None:
         raise failure
@@ -138,21 +136,36 @@ def _pack(
     folder: Path, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Write the function, its arguments and the settings of this interpreter for the ranks."""
+    call = _pickled(
+        (function, tuple(args), dict(kwargs)),
+        f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to the "
+        "ranks",
+        "a function, globals that it uses, and arguments that pickle takes",
+        "make open files, locks, generators and connections inside of the function",
+    )
+    # A rank needs the path before it can read the call.
+    place = [os.fspath(entry) for entry in sys.path], sys.argv
+    (folder / "call.pickle").write_bytes(pickle.dumps((*place, call)))
+
+
+def _pickled(value: Any, what: str, expected: str, fix: str) -> bytes:
+    """Return a value as bytes.
+
+    Args:
+        value: value to pickle.
+        what: text for the error that says what cannot be sent.
+        expected, fix: as in an error.
+
+    Raises:
+        UsageError: the value cannot be pickled.
+    """
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
-        data = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+        return bytes(cloudpickle.dumps(value))
     except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
-        raise UsageError(
-            "HT216",
-            f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
-            f"the ranks: {type(error).__name__}: {error}",
-            "a function, globals that it uses, and arguments that pickle takes",
-            "make open files, locks, generators and connections inside of the function",
-        ) from None
-    (folder / "call.pickle").write_bytes(data)
-    place = {"path": [os.fspath(entry) for entry in sys.path], "argv": sys.argv}
-    (folder / "place.json").write_text(json.dumps(place))
+        found = f"{what}: {type(error).__name__}: {error}"
+        raise UsageError("HT216", found, expected, fix) from None
 
 
 def _interrupt(outcome: supervisor.Outcome) -> None:
@@ -190,3 +203,40 @@ def _results(
     if exit_status and exit_status[0]:
         error.exit_code = exit_status[0]
     raise error
+
+
+def run_rank(name: str) -> None:
+    """Call the function that `spawn` has written to a folder, and write its result there.
+
+    Raises:
+        UsageError: the result cannot be pickled.
+        Exception: any exception of the function.
+    """
+    end_with_parent()
+    report_uncaught()
+    folder = Path(name)
+    # Only this user can write to the folder.
+    path, arguments, call = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301
+    sys.path[:], sys.argv[:] = path, arguments
+    rank = launchers.detect().rank
+    function, args, kwargs = pickle.loads(call)  # noqa: S301
+    _add_globals(function)
+    result = function(*args, **kwargs)
+    data = _pickled(
+        result,
+        f"what the function returned on rank {rank}, a {type(result).__name__}, cannot be sent "
+        "back",
+        "something that pickle takes: numbers, texts, lists, arrays, tensors",
+        "return the numbers that you need; models and files stay in the rank",
+    )
+    file = folder / f"result-{rank}"
+    file.with_suffix(".new").write_bytes(data)
+    os.replace(file.with_suffix(".new"), file)
+
+
+def _add_globals(function: Any) -> None:
+    """Add the globals of a script's or notebook's function to `__main__`, where pickle looks."""
+    if getattr(function, "__module__", None) == "__main__":
+        names = vars(sys.modules["__main__"])
+        for key, value in getattr(function, "__globals__", {}).items():
+            names.setdefault(key, value)

@@ -1,9 +1,9 @@
 """Program that waits for the first client of a listening socket, and then starts its server.
 
-    python store_starter.py PARENT_PID FD COMMAND… [-- FD COMMAND…]…
+    python store_starter.py PARENT_PID [FD MODULE]…
 
-The command gets the number of the file descriptor as its last argument. So a server that has to
-import torch costs nothing in a start that does not need it. Each start of a server is a line on
+Python runs the module, with the number of the file descriptor as its argument. So a server that has
+to import torch costs nothing in a start that does not need it. Each start of a server is a line on
 standard output. The program and its servers end with the parent. It needs only the standard
 library.
 """
@@ -25,17 +25,12 @@ def main() -> None:
     _end_with(parent)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all processes of a step
-    commands = {}
-    words = sys.argv[2:]
-    while words:
-        end = words.index("--") if "--" in words else len(words)
-        commands[int(words[0])] = words[1:end]
-        words = words[end + 1 :]
+    modules = dict(zip(map(int, sys.argv[2::2]), sys.argv[3::2], strict=True))
     me = os.getpid()
-    while commands:
-        ready, _, _ = select.select(list(commands), [], [])
+    while modules:
+        ready, _, _ = select.select(list(modules), [], [])
         for descriptor in ready:
-            command = commands.pop(descriptor)
+            module = modules.pop(descriptor)
             with contextlib.suppress(OSError):  # the reader is gone
                 os.write(1, b"used\n")
             if os.fork() == 0:
@@ -43,7 +38,8 @@ def main() -> None:
                 _end_with(me)
                 os.set_inheritable(descriptor, True)
                 with contextlib.suppress(OSError):
-                    os.execvp(command[0], [*command, str(descriptor)])  # noqa: S606
+                    command = [sys.executable, "-m", module, str(descriptor)]
+                    os.execv(sys.executable, command)  # noqa: S606
                 os._exit(1)
             os.close(descriptor)
     while True:

@@ -53,8 +53,7 @@ class Stores:
         """
         words = [str(os.getpid())]
         for listener, module in zip(self._sockets, _SERVERS, strict=True):
-            words += [*([] if len(words) == 1 else ["--"]), str(listener.fileno())]
-            words += [sys.executable, "-m", module]
+            words += [str(listener.fileno()), module]
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-P", store_starter.__file__, *words],
             # torch warns of clients without a reverse name.

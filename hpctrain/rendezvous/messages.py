@@ -167,14 +167,20 @@ def decode(line: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let a connection to a lost host end by itself, within twenty seconds."""
+def keep_alive(connection: socket.socket, seconds: int = 20, interval: int = 5) -> None:
+    """Let a connection to a lost host end by itself.
+
+    Args:
+        connection: connection, or a listening socket for all that it accepts.
+        seconds: time after which the connection ends.
+        interval: time between two questions to the other kernel.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds // interval - 1)
     # Keep-alive pauses while sent data is not acknowledged.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
 def _bytes(text: str) -> bytes:
