@@ -216,15 +216,10 @@ class Guard:
     """
 
     def __init__(self, exit_status_file: Path, temporary: bool) -> None:
+        marker = f"{env_vars.EXIT_STATUS_FILE}={exit_status_file}"
+        folders = [str(exit_status_file.parent)] if temporary else []
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-S", "-P", guard.__file__),
-                *(
-                    str(os.getpid()),
-                    f"{env_vars.EXIT_STATUS_FILE}={exit_status_file}",
-                    *([str(exit_status_file.parent)] if temporary else []),
-                ),
-            ],
+            [sys.executable, "-S", "-P", guard.__file__, str(os.getpid()), marker, *folders],
             # With the marker of an outer start, that start's guard would end this guard.
             env=env_vars.scrubbed(os.environ),
             cwd="/",
@@ -236,18 +231,11 @@ class Guard:
 
     def add(self, rank: Rank) -> None:
         """Add a rank to the guard's list."""
-        self._write_line(str(rank.process.pid))
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # the guard was killed; the start works without it
+            self._process.stdin.write(f"{rank.process.pid}\n".encode())
+            self._process.stdin.flush()
 
     def end(self) -> None:
         """Make the guard end all remaining processes; call this before any rank is reaped."""
-        self._write_line("end")
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
-
-    def _write_line(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the guard was killed; the start works without it
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+        self._process.communicate(b"end\n")

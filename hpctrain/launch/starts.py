@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -181,8 +180,14 @@ def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, 
         # The package's own commands, such as `-m hpctrain doctor`, train nothing.
         trains = list(command[1:3]) != ["-m", "hpctrain"]
         alone = not (failure_record.sessions(folder) or end.connected)
-        if trains and end.first is None and alone:
-            _report_missing_sessions(end.ranks)
+        if trains and end.first is None and alone and end.ranks > 1:
+            announce(
+                f"none of the {end.ranks} ranks has opened a Session or connected to the others: "
+                "each rank has trained alone\n"
+                "  expected: with hpctrain.Session(…) as session: in the script, or "
+                "torch.distributed.init_process_group()\n"
+                "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone"
+            )
         if end.first is not None and end.ranks > 1 and not end.usage:
             announce(f"rank {end.first.rank} {end.first.conclusion}")
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
@@ -238,22 +243,10 @@ def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str])
     return Path(rundir.default(Path(script).stem, job.label if job else None))
 
 
-def _report_missing_sessions(ranks: int) -> None:
-    """Print that no rank of a start has opened a session or connected to the others."""
-    if ranks > 1:
-        announce(
-            f"none of the {ranks} ranks has opened a Session or connected to the others: "
-            "each rank has trained alone\n"
-            "  expected: with hpctrain.Session(…) as session: in the script, or "
-            "torch.distributed.init_process_group()\n"
-            "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone"
-        )
-
-
 def _write_exit_status(exit_status: tuple[int, str] | None, path: str | None) -> None:
     """Write the exit status file of the process that started this one, if it waits for one."""
     if exit_status and path:
         try:
             write_exit_status(path, *exit_status)
         except OSError as error:
-            sys.stderr.write(f"hpctrain: the exit status could not be written to {path}: {error}\n")
+            announce(f"the exit status could not be written to {path}: {error}")

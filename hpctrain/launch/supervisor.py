@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,27 +202,28 @@ def _signals(events: Events) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+@dataclass
 class _Watch:
-    """State of a running start, and the handling of its events."""
+    """State of a running start, and the handling of its events; its arguments are those of `run`.
 
-    def __init__(
-        self,
-        ranks: Sequence[Rank],
-        events: Events,
-        forward: Callable[[int], str] | None,
-        announces: bool,
-        meanwhile: Callable[[], None] | None,
-    ) -> None:
-        self._ranks = ranks
-        self._meanwhile = meanwhile
-        self._announces = announces
-        self._events = events
-        self._forward_by = forward
-        self._failed: list[Rank] = []
-        self._signal: int | None = None  # the last forwarded signal
-        self._forwarded: set[int] = set()
-        self._ended = False  # whether this process has ended any rank
-        self._drained = False  # whether all output has been forwarded
+    Attributes:
+        failed: ranks that failed by themselves.
+        signal: last forwarded signal.
+        forwarded: all forwarded signals.
+        ended: whether this process has ended any rank.
+        drained: whether all output has been forwarded.
+    """
+
+    ranks: Sequence[Rank]
+    events: Events
+    forward_by: Callable[[int], str] | None
+    announces: bool
+    meanwhile: Callable[[], None] | None
+    failed: list[Rank] = field(default_factory=list)
+    signal: int | None = None
+    forwarded: set[int] = field(default_factory=set)
+    ended: bool = False
+    drained: bool = False
 
     def outcome(self, folder: Path) -> Outcome:
         """Return the outcome, after all ranks have ended.
@@ -232,13 +233,13 @@ class _Watch:
         """
         failures = failure_record.failures(folder)
         # The end of a rank can take longer than this process waits for it.
-        recorded = [rank for rank in self._ranks if rank.code and rank.number in failures]
-        first = _first([*self._failed, *recorded], failures) if self._failed else None
+        recorded = [rank for rank in self.ranks if rank.code and rank.number in failures]
+        first = _first([*self.failed, *recorded], failures) if self.failed else None
         failed = 0.0
         if first is not None:
             failed = _time_of(first, failures.get(first.number))
             first.failure = failures.get(first.number)
-            if first.failure is not None and first not in self._failed:
+            if first.failure is not None and first not in self.failed:
                 first.code = first.failure.exit_code
             # Of ranks with the same traceback, another one may have shown it.
             shown = failure_record.shown(folder)
@@ -246,13 +247,13 @@ class _Watch:
                 failure.pid == shown and failure.traceback == first.failure.traceback
                 for failure in failures.values()
             )
-        return Outcome(self._ranks, first, self._signal, failed)
+        return Outcome(self.ranks, first, self.signal, failed)
 
     def wait(self) -> None:
         """Wait until all ranks have ended."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
-        running = set(self._ranks)
+        running = set(self.ranks)
         deadline: float | None = None
         next_signals = iter((signal.SIGTERM,))
         while running:
@@ -272,7 +273,7 @@ class _Watch:
     def drain(self, seconds: float = float("inf")) -> None:
         """Wait until all output is forwarded, or a signal is received, or the time is over."""
         deadline = time.monotonic() + seconds
-        while not self._drained:
+        while not self.drained:
             try:
                 if isinstance(self._next(None if seconds == float("inf") else deadline), int):
                     return
@@ -281,53 +282,53 @@ class _Watch:
 
     def _next(self, deadline: float | None) -> Rank | int | None:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        event = self._events.get(timeout=timeout)
-        self._drained = self._drained or event is None
+        event = self.events.get(timeout=timeout)
+        self.drained = self.drained or event is None
         return event
 
     def _next_or_call(self) -> Rank | int | None:
         """Return the next event; call `meanwhile` until then."""
-        while self._meanwhile is not None:
+        while self.meanwhile is not None:
             with contextlib.suppress(queue.Empty):
                 return self._next(time.monotonic() + _SECONDS_BETWEEN_CALLS)
-            self._meanwhile()
+            self.meanwhile()
         return self._next(None)
 
     def _reap(self, rank: Rank) -> None:
         rank.wait()
-        self._events.put(rank)
+        self.events.put(rank)
 
     def _has_failed(self, rank: Rank) -> bool:
         """Return whether a rank failed by itself, and not by a signal from this process."""
-        if not rank.code or self._ended:
+        if not rank.code or self.ended:
             return False
-        if any(rank.code in (-number, 128 + number) for number in self._forwarded):
+        if any(rank.code in (-number, 128 + number) for number in self.forwarded):
             return False
-        self._failed.append(rank)
+        self.failed.append(rank)
         return True
 
     def _forward(self, number: int) -> None:
         if number == signal.SIGKILL:
             self._end(number)
             return
-        if number in self._forwarded:
-            self._end(signal.SIGTERM if self._forward_by else signal.SIGKILL)
+        if number in self.forwarded:
+            self._end(signal.SIGTERM if self.forward_by else signal.SIGKILL)
             return
-        self._forwarded.add(number)
-        self._signal = number
+        self.forwarded.add(number)
+        self.signal = number
         done = "is forwarded to the ranks"
-        if self._forward_by is not None:
-            done = self._forward_by(number)
+        if self.forward_by is not None:
+            done = self.forward_by(number)
         else:
-            for rank in self._ranks:
+            for rank in self.ranks:
                 # Not to its child processes: it needs its loader workers while it saves.
                 rank.signal(number, everything=False)
-        if self._announces:
+        if self.announces:
             announce(f"{signal.Signals(number).name} {done}; a second one ends them at once")
 
     def _end(self, number: int) -> None:
-        self._ended = True
-        for rank in self._ranks:
+        self.ended = True
+        for rank in self.ranks:
             if rank.code is None:
                 rank.signal(number)
 
