@@ -178,7 +178,7 @@ def _attempts(
     resumes = policy.plain  # whether the program was seen to have a session
     kept = -1  # furthest step of which a copy in memory is known
     for number in itertools.count():
-        before = _newest(directory)
+        before = max(directory.steps(), default=None)
         folder = common / str(number)
         folder.mkdir(mode=0o700, exist_ok=True)
         plain = policy.requeue_plain
@@ -197,15 +197,14 @@ def _attempts(
             # Whatever its exit code: a program that has already done its work does no more.
             return exit_codes.STOPPED, "a signal"
         result = settled(end.code, recorded, stopped)
+        _report(end, recorded)
         if result is not None:
-            _report(end.first, end, recorded)
             if recorded is None or recorded[0] not in (exit_codes.DONE, exit_codes.STOPPED):
                 _free_memory(hosts, choice.used, attempt)
             return result
-        _report(end.first, end, recorded)
         choice.after(end, launch)
         used, lost = choice.used, choice.lost
-        after = _newest(directory)
+        after = max(directory.steps(), default=None)
         progress = after is not None and (before is None or after > before)
         copied = failure_record.memory_step(folder)
         if copied is not None:
@@ -228,15 +227,17 @@ def _attempts(
             _free_memory(hosts, used, attempt)
             _record(directory, environ, *result)
             return result
+        without = f", without {', '.join(lost)}" if lost else ""
         announce(
-            f"attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts"
-            f"{_without(lost)}; {_from(after, kept)}"
+            f"attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts{without}; "
+            f"{_from(after, kept)}"
         )
     raise AssertionError  # the count has no end
 
 
-def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str] | None) -> None:
+def _report(end: HostsEnd, recorded: tuple[int, str] | None) -> None:
     """Print which rank failed first, because its error is the cause of the other errors."""
+    first = end.first
     killed = end.code - 128 in signal.valid_signals()  # srun has other codes above 128, such as 233
     if first is None and recorded is None and killed:
         name = signal_name(end.code - 128)
@@ -248,10 +249,6 @@ def _report(first: FirstFailure | None, end: HostsEnd, recorded: tuple[int, str]
         return
     where = f" on {first.host}" if first.host else ""
     announce(f"rank {first.rank}{where} {first.conclusion}")
-
-
-def _without(lost: Sequence[str]) -> str:
-    return f", without {', '.join(lost)}" if lost else ""
 
 
 def _from(step: int | None, kept: int) -> str:
@@ -274,11 +271,6 @@ def _free_memory(hosts: JobHosts, present: Sequence[str], last: Attempt) -> None
         folder.mkdir(mode=0o700)
         hosts.close()  # otherwise the ranks that wait would begin
         hosts.run(present, replace(last, folder=folder, frees=True))
-
-
-def _newest(directory: rundir.RunDirectory) -> int | None:
-    """Return the step of the newest checkpoint."""
-    return max(directory.steps(), default=None)
 
 
 def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:
