@@ -5,20 +5,16 @@ key-value store over HTTP. The first host of a start offers both. Their servers 
 first client connects, see `store_starter`.
 """
 
-import contextlib
 import os
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 
 from hpctrain.launch import store_starter
-from hpctrain.rendezvous.addresses import LOOPBACK
+from hpctrain.rendezvous.addresses import LOOPBACK, open_listener
 
 __all__ = ["Stores"]
-
-_BACKLOG = 4096  # clients that connect while the server imports torch
 
 _SERVERS = ("hpctrain.backends.distributed.store_process", "hpctrain.rendezvous.http_store")
 
@@ -35,7 +31,7 @@ class Stores:
     """
 
     def __init__(self, local: bool) -> None:
-        self._sockets = [_listener(local) for _ in _SERVERS]
+        self._sockets = [open_listener(LOOPBACK if local else None, 0) for _ in _SERVERS]
         self.ports = [listener.getsockname()[1] for listener in self._sockets]
         self._process: subprocess.Popen[bytes] | None = None
         self._told, self._tells = os.pipe()
@@ -77,14 +73,3 @@ class Stores:
     def _close_sockets(self) -> None:
         for listener in self._sockets:
             listener.close()
-
-
-def _listener(local: bool) -> socket.socket:
-    if local:
-        return socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be switched off
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
-            )
-    return socket.create_server(("", 0), backlog=_BACKLOG)

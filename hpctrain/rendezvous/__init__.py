@@ -123,8 +123,13 @@ def meet(
     except UsageError as mistake:
         address, error = None, error or mistake
     # Two containers may have the same host name and pid, but not this challenge.
-    own = {"host": point.host, "pid": os.getpid(), "process": Credentials.challenge()}
-    own |= {"world": _place(world), "address": None if world.on_one_host else address}
+    own: Entry = {"host": point.host, "pid": os.getpid(), "process": Credentials.challenge()}
+    own["world"] = {
+        "local_rank": world.local_rank,
+        "node_rank": world.node_rank,
+        "hosts": None if world.rank else world.hosts,  # only rank 0 sends them
+    }
+    own["address"] = None if world.on_one_host else address
     if error is not None:
         own |= {"error": list(error.args), "exit_code": error.exit_code}
     text = hello(world.rank, world.world_size, own, entry)
@@ -149,12 +154,3 @@ def meet(
             roster, shared, mine, nonce = run(RendezvousClient(participant).join(), clock)
     completed = world.completed(roster.hosts, roster.host_of_rank)
     return Rendezvous(completed, roster, shared, mine, nonce, listener, store)
-
-
-def _place(world: World) -> dict[str, Any]:
-    return {
-        "local_rank": world.local_rank,
-        "node_rank": world.node_rank,
-        # Only rank 0 sends them.
-        "hosts": world.hosts if world.rank == 0 else None,
-    }

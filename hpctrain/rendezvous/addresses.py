@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.world import World
 
-__all__ = ["BACKLOG", "LOOPBACK", "Names", "candidate_hosts", "listen", "ports"]
+__all__ = ["LOOPBACK", "Names", "candidate_hosts", "listen", "open_listener", "ports"]
 
 # Below the ephemeral ranges of Linux (from 32768) and of IANA, above the well-known ports.
 _PORT_RANGE = range(20000, 32000)
 _PORTS_TO_TRY = 16
 LOOPBACK = "127.0.0.1"
-BACKLOG = 4096  # connections that wait to be accepted
+_BACKLOG = 4096  # connections that wait to be accepted
 
 
 def ports(point: RendezvousPoint) -> list[int]:
@@ -36,6 +36,26 @@ def candidate_hosts(world: World, point: RendezvousPoint) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*likely, *point.others)))
 
 
+def open_listener(address: str | None, port: int) -> socket.socket:
+    """Open a listening socket.
+
+    Args:
+        address: address of this host; None for all of its addresses.
+        port: port, or 0 for one that is free.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
 def listen(
     hosts: Sequence[str], candidates: Sequence[int]
 ) -> tuple[socket.socket | None, list[tuple[str, int]], str]:
@@ -50,24 +70,14 @@ def listen(
         last one.
     """
     error_text = ""
-    alone = len(hosts) == 1 and is_loopback(hosts[0])
+    alone = hosts[0] if len(hosts) == 1 and is_loopback(hosts[0]) else None
     taken = []
     for port in candidates:
         try:
-            if alone:
-                family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
-                server = socket.create_server((hosts[0], port), family=family, backlog=BACKLOG)
-            elif socket.has_dualstack_ipv6():
-                server = socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
-                )
-            else:
-                server = socket.create_server(("", port), backlog=BACKLOG)
+            return open_listener(alone, port), taken, error_text
         except OSError as error:
             error_text = str(error)
-            taken.append((hosts[0] if alone else LOOPBACK, port))
-            continue
-        return server, taken, error_text
+            taken.append((alone or LOOPBACK, port))
     return None, taken, error_text
 
 

@@ -147,13 +147,9 @@ class _Ranks:
             self._grouped[name] = list(by_identity.values())
         return self._grouped[name]
 
-    def objects(self, name: str) -> list[Any]:
-        """Return the different objects under a name of the entries."""
-        return [value for value, _ in self.grouped(name)]
-
     def keys(self, name: str) -> dict[str, None]:
         """Return all keys of the objects under a name of the entries."""
-        return dict.fromkeys(key for value in self.objects(name) for key in value)
+        return dict.fromkeys(key for value, _ in self.grouped(name) for key in value)
 
     def by_value(
         self, name: str, of: Callable[[Any], Any] = lambda value: value
@@ -205,15 +201,9 @@ class _Ranks:
         return ranks_text(ranks, self.hosts)
 
 
-# Whether different versions are an error, as messages between ranks fail; otherwise a warning.
-_VERSIONS = {
-    "hpctrain": True,
-    "torch": True,
-    "cuda": True,
-    "nccl": True,
-    "horovod": True,
-    "python": False,
-}
+# With different versions of these, messages between ranks fail. Other versions of Python are only a
+# warning.
+_VERSIONS = ("hpctrain", "torch", "cuda", "nccl", "horovod", "python")
 
 
 def _other_values(ranks: _Ranks) -> Iterator[Difference]:
@@ -226,8 +216,8 @@ def _other_values(ranks: _Ranks) -> Iterator[Difference]:
         "load the same environment on all hosts, in the batch script",
         "put the environment where all hosts see it",
     )
-    for name, wrong in _VERSIONS.items():
-        expected, code = f"one version of {name}", "HT208" if wrong else ""
+    for name in _VERSIONS:
+        expected, code = f"one version of {name}", "" if name == "python" else "HT208"
         yield from ranks.compare(
             "versions", itemgetter(name), name, name, expected, same_environment, code
         )
@@ -267,7 +257,7 @@ def _shared_gpus(ranks: _Ranks) -> Iterator[Difference]:
             ("run nvidia-smi on these hosts", cpu),
             "HT116",
         )
-    allowed = all(network.get(_MAY_SHARE) == "1" for network in ranks.objects("network"))
+    allowed = all(network.get(_MAY_SHARE) == "1" for network, _ in ranks.grouped("network"))
     for gpu, sharing in groups.items():
         if len(sharing) > 1:
             yield Difference(

@@ -55,11 +55,12 @@ def address_on(name: str) -> str:
     """
     found = addresses()
     if name not in found:
+        there = [other for _, other in socket.if_nameindex()]
         available = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
         raise UsageError(
             "HT207",
             f"the network interface {name!r} "
-            + ("has no address" if _exists(name) else "is not there"),
+            + ("has no address" if name in there else "is not there"),
             f"one of {available}",
             "export HPCTRAIN_INTERFACE=NAME",
             "unset HPCTRAIN_INTERFACE GLOO_SOCKET_IFNAME (the ranks then find one by themselves)",
@@ -77,7 +78,3 @@ def reachable() -> list[str]:
         if not is_loopback(address)
     ]
     return [address for _, address in sorted(own, key=lambda pair: pair[0])]
-
-
-def _exists(name: str) -> bool:
-    return any(name == other for _, other in socket.if_nameindex())

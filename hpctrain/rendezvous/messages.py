@@ -153,7 +153,7 @@ def read_hello(text: str, known: dict[str, Any]) -> tuple[int, int, Entry]:
     return rank, size, entry
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: object) -> bytes:
     """Encode a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 

@@ -13,7 +13,7 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.errors import ContradictionError, HpctrainError, RankMissingError, StartError
-from hpctrain.rendezvous.addresses import BACKLOG, LOOPBACK, candidate_hosts, listen, ports
+from hpctrain.rendezvous.addresses import LOOPBACK, candidate_hosts, listen, open_listener, ports
 from hpctrain.rendezvous.connections import Connection, greet, serve, until
 from hpctrain.rendezvous.interfaces import reachable
 from hpctrain.rendezvous.messages import (
@@ -96,8 +96,7 @@ class RendezvousServer:
             await self._wait()
             roster = make_roster(tuple(self.entries[rank] for rank in range(self.size)), self.noun)
             addresses = self._addresses(roster)
-            family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-            listener = socket.create_server((addresses[0], 0), family=family, backlog=BACKLOG)
+            listener = open_listener(addresses[0], 0)
             port = listener.getsockname()[1]
             roster = dataclasses.replace(roster, addresses=addresses, port=port)
             answer = self.check(roster) or Answer()

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hpctrain.backends.barrier import host_of, missing_error, named
-from hpctrain.backends.horovod.liveness_hub import SHOWN, Findings, Hub, message
+from hpctrain.backends.horovod.liveness_hub import SHOWN, Findings, Hub
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.connections import Connection, run
 from hpctrain.rendezvous.http_store import HttpStore
-from hpctrain.rendezvous.messages import GRACE_SECONDS, keep_alive
+from hpctrain.rendezvous.messages import GRACE_SECONDS, encode, keep_alive
 
 __all__ = ["Liveness", "Wait"]
 
@@ -173,7 +173,7 @@ class Liveness:
             streams = await asyncio.open_connection(roster.addresses[0], roster.port)
             connection = self._connection = Connection(*streams)
             keep_alive(connection.socket)
-            connection.send(message("rank", self._rank))
+            connection.send(encode(["rank", self._rank]))
             while not self.known:
                 self._handle(json.loads(await connection.read()))
         except (OSError, ValueError):
@@ -199,7 +199,7 @@ class Liveness:
     def _send(self) -> None:
         """Send what the main thread has to say, once there is a connection."""
         while self._connection is not None and self._outbox:
-            self._connection.send(message(*self._outbox.pop(0)))
+            self._connection.send(encode(self._outbox.pop(0)))
 
     def _tick(self, now: float) -> None:
         since = self._wait.since

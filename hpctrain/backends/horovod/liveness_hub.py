@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpctrain.rendezvous.connections import Connection, serve, until
-from hpctrain.rendezvous.messages import keep_alive
+from hpctrain.rendezvous.messages import encode, keep_alive
 
-__all__ = ["SHOWN", "Findings", "Hub", "message"]
+__all__ = ["SHOWN", "Findings", "Hub"]
 
 _LONGEST_LINE = 1 << 20
 SHOWN = 8  # maximum number of failed or waiting ranks in a message
@@ -97,7 +97,7 @@ class Hub:
             self._changed.set()
 
     def _send(self, *words: Any) -> None:
-        self._answer = message(*words)
+        self._answer = encode(words)
         for peer in self._present.values():
             peer.send(self._answer)
 
@@ -126,8 +126,3 @@ class Hub:
             return Findings(unresponsive=unresponsive)
         waits = ((rank, wait) for rank, (_, wait) in self._reports.items() if wait)
         return Findings(waits=sorted(waits))
-
-
-def message(*words: Any) -> bytes:
-    """Return a message: a line of JSON."""
-    return json.dumps(words).encode() + b"\n"
