@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.extent import Extent
 from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, RankMissingError
 from hpctrain.rendezvous import Rendezvous
 
-__all__ = ["Backend", "Work", "vector"]
+__all__ = ["Backend", "Work", "missing_error", "vector"]
 
 T = TypeVar("T")
 
@@ -67,6 +68,20 @@ def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
             else torch.full((), n, dtype=torch.float64, device=device)
             for n in numbers
         ]
+    )
+
+
+def missing_error(
+    rendezvous: Rendezvous, missing: Sequence[int], timeout: float
+) -> RankMissingError:
+    """Return the error that names the ranks that were lost after the rendezvous."""
+    was = "were" if len(missing) > 1 else "was"
+    return RankMissingError(
+        "HT305",
+        f"{ranks_text(missing, rendezvous.roster.host_names)} took part in the rendezvous and "
+        f"{was} lost before the ranks were connected, within {timeout:.0f} s",
+        "all ranks until the start is complete",
+        "look for the first error there, and whether the host can be reached",
     )
 
 

@@ -163,10 +163,9 @@ def compress(wrapped: DistributedDataParallel, own: Mapping[str, Any]) -> None:
         own: options of the backend.
     """
     name = own["compression"]
-    if name == "fp16":
-        DistributedDataParallel.register_comm_hook(wrapped, None, default_hooks.fp16_compress_hook)
-    elif name == "bf16":
-        DistributedDataParallel.register_comm_hook(wrapped, None, default_hooks.bf16_compress_hook)
+    if name in _HALF:
+        hook = getattr(default_hooks, f"{name}_compress_hook")
+        DistributedDataParallel.register_comm_hook(wrapped, None, hook)
     elif name == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             None,

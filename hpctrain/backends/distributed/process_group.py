@@ -1,9 +1,10 @@
 """The default process group of torch.distributed: connection, collectives and errors of ranks."""
 
 import datetime
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from hpctrain.backends.barrier import absent, assemble, host_of
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
-from hpctrain.backends.distributed import text_exchange
 from hpctrain.backends.distributed.flight_recorder import FlightRecorder
-from hpctrain.backends.distributed.store import first_line, open_store
+from hpctrain.backends.distributed.store import absent, assemble, first_line, open_store
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.env_vars import GLOO_INTERFACE
 from hpctrain.cluster.texts import ranks_text
@@ -142,13 +141,39 @@ class ProcessGroup(Backend):
         return box if self.rank == 0 else []
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Exchange the texts by messages with their own tag, or by the store with NCCL."""
-        if self.transport == "gloo":
-            return text_exchange.by_messages(self.rank, self.world_size, text)
+        """Exchange the texts through rank 0, by messages with their own tag over gloo.
+
+        NCCL's messages have no tags, so with it the texts go by the store. Collectives have no
+        names: if one rank sums gradients and another one a loss, gloo confuses the two and ends
+        the process. So the ranks first exchange here which operation they are about to do.
+        """
+        send, receive = (_send, _receive) if self.transport == "gloo" else self._by_store()
+        if self.rank:
+            send(json.dumps(text), 0)  # never empty
+            texts: list[str] = json.loads(receive(0))
+            return texts
+        others = range(1, self.world_size)
+        texts = [text, *(json.loads(receive(other)) for other in others)]
+        for other in others:
+            send(json.dumps(texts), other)
+        return texts
+
+    def _by_store(self) -> tuple[Callable[[str, int], None], Callable[[int], str]]:
+        """Return functions that send a text to a rank and receive one, in the next exchange."""
         self._exchanges += 1
-        return text_exchange.by_store(
-            self._store, self._exchanges, self.rank, self.world_size, text
-        )
+        store, number, rank = self._store, self._exchanges, self.rank
+
+        def send(text: str, to: int) -> None:
+            store.set(f"{number}/{rank}-{to}", text)
+
+        def receive(other: int) -> str:
+            text: str = store.get(f"{number}/{other}-{rank}").decode()
+            if rank == 0:  # the other rank has called this, so older values are not read again
+                store.delete_key(f"{number}/{other}-0")
+                store.delete_key(f"{number - 1}/0-{other}")
+            return text
+
+        return send, receive
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcast all tensors at the same time."""
@@ -204,6 +229,23 @@ _LOST = re.compile(
 )
 
 
+_TAG = 0x6870  # "hp"; gloo separates messages with tags from collectives
+
+
+def _send(text: str, to: int) -> None:
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    dist.send(torch.tensor([len(data)]), to, tag=_TAG)
+    dist.send(data, to, tag=_TAG)
+
+
+def _receive(other: int) -> str:
+    length = torch.empty(1, dtype=torch.int64)
+    dist.recv(length, other, tag=_TAG)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(data, other, tag=_TAG)
+    return data.numpy().tobytes().decode()
+
+
 def transport_of(device: torch.device) -> str:
     """Return the name of the library that carries the data of a device."""
     return "nccl" if device.type == "cuda" else "gloo"
@@ -225,7 +267,7 @@ def _named(error: Exception, rendezvous: Rendezvous) -> str:
         return text
     for address in dict.fromkeys(roster.addresses):
         ranks = [rank for rank, other in enumerate(roster.addresses) if other == address]
-        host = host_of(rendezvous, ranks[0])
+        host = roster.host(ranks[0])
         if address in text and host not in text:
             text += f" ({address} is {host}, with {ranks_text(ranks)})"
     return text

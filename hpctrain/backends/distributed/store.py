@@ -1,16 +1,22 @@
-"""The store in which torch's ranks exchange addresses: torchrun's, or one on rank 0's socket."""
+"""The store in which torch's ranks exchange addresses, and a barrier that names missing ranks.
+
+It is torchrun's store, or one on rank 0's socket.
+"""
 
 import contextlib
 import datetime
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from hpctrain.backends.barrier import host_of
+from hpctrain.backends.base import missing_error
 from hpctrain.cluster.launchers import base as launching
 from hpctrain.errors import RankMissingError
 from hpctrain.rendezvous import Rendezvous
+from hpctrain.rendezvous.messages import GRACE_SECONDS
 
-__all__ = ["AgentStore", "first_line", "open_store"]
+__all__ = ["AgentStore", "absent", "assemble", "first_line", "open_store"]
+
+_ABSENT = "absent"  # the key that a failed rank sets
 
 
 class AgentStore:
@@ -89,12 +95,68 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
     except (RuntimeError, ValueError):  # torch's message has an address that does not help
         raise RankMissingError(
             "HT304",
-            f"rank {world.rank} on {host_of(rendezvous, world.rank)} cannot open the store of "
-            f"rank 0 at {roster.addresses[0]} port {roster.port}, on {host_of(rendezvous, 0)}, "
+            f"rank {world.rank} on {roster.host(world.rank)} cannot open the store of "
+            f"rank 0 at {roster.addresses[0]} port {roster.port}, on {roster.host(0)}, "
             f"within {timeout.total_seconds():.0f} s",
             "the address that was used for the rendezvous",
             "look for the first error in the log of rank 0, and whether its host can be reached",
         ) from None
+
+
+def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
+    """Wait until all ranks have called this; all that do get the same answer.
+
+    Used before the ranks connect, as gloo does not report which rank is missing. Also used after
+    that: the connection of a slow rank fails if another rank leaves earlier.
+
+    Args:
+        store: store without other keys.
+        rendezvous: all ranks, with their hosts.
+        timeout: seconds that rank 0 waits; the other ranks wait a little longer for its answer.
+
+    Raises:
+        RankMissingError: names the missing ranks.
+    """
+    rank, size = rendezvous.world.rank, rendezvous.world.world_size
+    missing = _receive_missing(store, rank, timeout) if rank else _missing(store, size, timeout)
+    if missing:
+        raise missing_error(rendezvous, [int(other) for other in missing.split(",")], timeout)
+
+
+def absent(store: Store, rank: int) -> None:
+    """Report that this rank has failed, in place of `assemble`, so that no rank waits for it."""
+    with contextlib.suppress(RuntimeError):  # the other ranks are gone
+        store.set(_ABSENT, str(rank))
+        store.set(str(rank), "")
+
+
+def _missing(store: Store, size: int, timeout: float) -> str:
+    """Return the missing ranks, separated by commas, and publish them; called on rank 0."""
+    keys = [str(rank) for rank in range(1, size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+        missing = store.get(_ABSENT).decode() if store.check([_ABSENT]) else ""
+    except RuntimeError:
+        missing = ",".join(rank for rank in keys if not store.check([rank]))
+    store.set("missing", missing)
+    if missing:
+        # The store ends with this process, so the other ranks have to read it first.
+        with contextlib.suppress(RuntimeError):
+            received = [f"{rank} received" for rank in keys if rank not in missing.split(",")]
+            store.wait(received, datetime.timedelta(seconds=GRACE_SECONDS))
+    return missing
+
+
+def _receive_missing(store: Store, rank: int, timeout: float) -> str:
+    """Return the missing ranks that rank 0 published, or "0" if it does not answer."""
+    try:
+        store.set(str(rank), "")
+        store.wait(["missing"], datetime.timedelta(seconds=timeout + GRACE_SECONDS))
+        missing = store.get("missing").decode()
+        store.set(f"{rank} received", "")
+    except RuntimeError:
+        return "0"
+    return missing
 
 
 def first_line(error: Exception) -> str:

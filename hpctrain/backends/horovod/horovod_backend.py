@@ -19,14 +19,13 @@ from torch.optim import Optimizer
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
-from hpctrain.backends.horovod.connections import Connections
 from hpctrain.backends.horovod.horovod_import import (
     load,
     refuse_options,
     refuse_own_name,
     refuse_start,
 )
-from hpctrain.backends.horovod.liveness import Liveness, Wait
+from hpctrain.backends.horovod.liveness import Connections, Liveness, Wait
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World

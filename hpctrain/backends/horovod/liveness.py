@@ -18,22 +18,26 @@ would wait for gloo's time-out. The thread of rank 0 serves Horovod's store as w
 """
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.backends.barrier import host_of, missing_error, named
+from hpctrain.backends.base import missing_error
 from hpctrain.backends.horovod.liveness_hub import SHOWN, Findings, Hub
 from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.connections import Connection, run
 from hpctrain.rendezvous.http_store import HttpStore
 from hpctrain.rendezvous.messages import GRACE_SECONDS, encode, keep_alive
 
-__all__ = ["Liveness", "Wait"]
+__all__ = ["Connections", "Liveness", "Wait"]
 
 _TICK_SECONDS = 0.1
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find the cause
@@ -64,6 +68,33 @@ class Wait:
 
     def __str__(self) -> str:
         return self._what if self.since is not None else ""
+
+
+class Connections:
+    """The TCP connections that Horovod opens between `__enter__` and `__exit__`.
+
+    Horovod's thread waits in gloo for a peer that is gone, until gloo's time-out. Only the end of
+    the connection wakes it earlier. Linux lists the open files of a process in /proc/self/fd,
+    sockets with a number that is not used again.
+    """
+
+    def __init__(self) -> None:
+        self._before: set[str] = set()
+        self._opened: set[str] = set()
+
+    def __enter__(self) -> None:
+        self._before = set(_sockets())
+
+    def __exit__(self, *error: object) -> None:
+        self._opened = set(_sockets()) - self._before
+
+    def cut(self) -> None:
+        """Shut down the connections: every wait for data on them ends with an error."""
+        for name, number in _sockets().items():
+            if name in self._opened:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6):
+                        end.shutdown(socket.SHUT_RDWR)
 
 
 class Liveness:
@@ -228,18 +259,18 @@ class Liveness:
         self._assembled.set()
 
     def _error(self, found: Findings) -> HpctrainError | None:
-        rendezvous = self._rendezvous
+        roster = self._rendezvous.roster
         parts = [
-            f"rank {rank} on {host_of(rendezvous, rank)} failed: {reason}"
+            f"rank {rank} on {roster.host(rank)} failed: {reason}"
             for rank, reason in found.failed
             if rank != self._rank
         ]
         if found.lost:
-            parts.append(f"{named(rendezvous, found.lost)}: the process is gone")
+            parts.append(f"{ranks_text(found.lost, roster.host_names)}: the process is gone")
         if self._rank in found.unresponsive:
             parts.append("the other ranks waited for this rank, which did not answer in time")
         elif found.unresponsive:
-            parts.append(f"{named(rendezvous, found.unresponsive)}: no answer")
+            parts.append(f"{ranks_text(found.unresponsive, roster.host_names)}: no answer")
         if len(set(dict(found.waits).values())) > 1:
             parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:SHOWN]]
         if not parts:
@@ -250,3 +281,12 @@ class Liveness:
             "all ranks until the end of the run",
             "look for the first error in the log of that rank, and whether its host is up",
         )
+
+
+def _sockets() -> dict[str, int]:
+    """Return the file descriptor of each open socket, by its name, such as "socket:[4711]"."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by now, such as the listing itself
+            found[os.readlink(f"/proc/self/fd/{number}")] = int(number)
+    return {name: number for name, number in found.items() if name.startswith("socket:")}
