@@ -59,8 +59,8 @@ def spawn(
         KeyboardInterrupt: Ctrl-C in the main thread; the ranks have received it and have ended.
     """
     report_uncaught()
-    _check(function, args)
-    count = _count(nproc)
+    _check(function, nproc, args)
+    count = nproc if nproc != "auto" else max(len(rank_environment.gpus_of(os.environ)), 1)
     _refuse_inside_of_ranks()
     env = dict(os.environ)
     environs = rank_environment.environs((count,), env, "hpctrain", (), None)
@@ -86,34 +86,19 @@ def spawn(
     return results
 
 
-def _count(nproc: int | str) -> int:
-    if nproc == "auto":
-        return max(len(rank_environment.gpus_of(os.environ)), 1)
-    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise UsageError(
-            "HT214",
-            f"spawn(…, nproc={nproc!r})",
-            'a number of ranks from 1 on, or "auto"',
-            "hpctrain.spawn(FUNCTION, 2, args=(…,))",
-        )
-    return nproc
-
-
-def _check(function: object, args: object) -> None:
+def _check(function: object, nproc: object, args: object) -> None:
+    is_number = isinstance(nproc, int) and not isinstance(nproc, bool) and nproc > 0
     if not callable(function):
-        raise UsageError(
-            "HT214",
-            f"spawn({function!r}, …)",
-            "a function, or something else that can be called",
-            "hpctrain.spawn(FUNCTION, 2, args=(…,))",
-        )
-    if not isinstance(args, (tuple, list)):
-        raise UsageError(
-            "HT214",
-            f"spawn(…, args=…) with a {type(args).__name__}",
-            "a tuple or list of arguments; with one argument args=(ARGUMENT,)",
-            "hpctrain.spawn(FUNCTION, 2, args=(…,))",
-        )
+        found = f"spawn({function!r}, …)"
+        expected = "a function, or something else that can be called"
+    elif not isinstance(args, (tuple, list)):
+        found = f"spawn(…, args=…) with a {type(args).__name__}"
+        expected = "a tuple or list of arguments; with one argument args=(ARGUMENT,)"
+    elif not is_number and nproc != "auto":
+        found, expected = f"spawn(…, nproc={nproc!r})", 'a number of ranks from 1 on, or "auto"'
+    else:
+        return
+    raise UsageError("HT214", found, expected, "hpctrain.spawn(FUNCTION, 2, args=(…,))")
 
 
 def _refuse_inside_of_ranks() -> None:

@@ -8,12 +8,13 @@ process that was not interrupted. With a rehearsed backward pass, the rearrangem
 first step of every process.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.process import random_states
@@ -37,29 +38,24 @@ def rehearse(
         wrapped: wrapped model, before its first forward pass with gradients.
         inputs, keywords: arguments of that pass.
     """
-    device = next(wrapped.module.parameters()).device
-    buffers = [_Buffers(module) for module in wrapped.module.modules()]
-    random, synchronizes = random_states.capture(device), wrapped.require_backward_grad_sync
-    wrapped.require_backward_grad_sync = True
-    found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
-        wrapped,
-        *map_tensors(_detached_copy, list(inputs)),
-        **map_tensors(_detached_copy, dict(keywords)),
-    )
-    outputs: list[Tensor] = []
-    map_tensors(outputs.append, found)
-    parts = [output.sum() for output in outputs if output.requires_grad]
-    complete = wrapped.find_unused_parameters or wrapped.static_graph or _complete(wrapped, parts)
-    if parts and complete:
-        torch.autograd.backward(parts)
-    wrapped.require_backward_grad_sync = synchronizes
-    random_states.put_back(random, device)
+    synchronizes = wrapped.require_backward_grad_sync
+    with _discarded([wrapped], next(wrapped.module.parameters()).device):
+        wrapped.require_backward_grad_sync = True
+        found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
+            wrapped,
+            *map_tensors(_detached_copy, list(inputs)),
+            **map_tensors(_detached_copy, dict(keywords)),
+        )
+        outputs: list[Tensor] = []
+        map_tensors(outputs.append, found)
+        parts = [output.sum() for output in outputs if output.requires_grad]
+        unused_allowed = wrapped.find_unused_parameters or wrapped.static_graph
+        complete = unused_allowed or _complete(wrapped, parts)
+        if parts and complete:
+            torch.autograd.backward(parts)
+        wrapped.require_backward_grad_sync = synchronizes
     # The weight copies in autocast's cache belong to the pass that is over.
     torch.clear_autocast_cache()
-    for parameter in wrapped.module.parameters():
-        parameter.grad = None
-    for saved in buffers:
-        saved.put_back()
 
 
 def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> None:
@@ -69,20 +65,11 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
         models: all wrapped models; those that the loss reaches take part.
         loss: loss of the first step; its graph is kept for the real backward pass.
     """
-    modules = [module for model in models for module in model.module.modules()]
-    buffers = [_Buffers(module) for module in modules]  # a recomputed forward pass changes them
-    device = loss.device
-    random = random_states.capture(device)
-    attached = loss
-    for model in models:
-        attached = model.attach(attached)  # type: ignore[operator]
-    torch.autograd.backward(attached, retain_graph=True)
-    random_states.put_back(random, device)
-    for model in models:
-        for parameter in model.module.parameters():
-            parameter.grad = None
-    for saved in buffers:
-        saved.put_back()
+    with _discarded(models, loss.device):  # a recomputed forward pass changes buffers
+        attached = loss
+        for model in models:
+            attached = model.attach(attached)  # type: ignore[operator]
+        torch.autograd.backward(attached, retain_graph=True)
 
 
 def reached(*outputs: Tensor) -> set[int] | None:
@@ -115,27 +102,31 @@ def _complete(wrapped: DistributedDataParallel, outputs: Sequence[Tensor]) -> bo
     return not found.item()
 
 
-class _Buffers:
-    """A copy of the buffers of one module: the tensor objects and their values.
+@contextlib.contextmanager
+def _discarded(models: Sequence[DistributedDataParallel], device: torch.device) -> Iterator[None]:
+    """Discard the gradients of a rehearsal, and restore random numbers and buffers after it.
 
-    A forward pass may change the tensors or replace them.
+    A forward pass may change the tensors of buffers or replace them.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._places = module._buffers
-        self._saved = [
-            (name, buffer, None if buffer is None else buffer.detach().clone())
-            for name, buffer in module._buffers.items()
-        ]
-
-    def put_back(self) -> None:
-        for name, buffer, value in self._saved:
-            self._places[name] = buffer
-            # A write would forbid the backward pass of a graph that has read the buffer, as that of
-            # batch norm in eval mode.
-            if buffer is not None and value is not None and not torch.equal(buffer, value):
-                with torch.no_grad():
-                    buffer.copy_(value)
+    random = random_states.capture(device)
+    buffers = [
+        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+        for model in models
+        for module in model.module.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    yield
+    random_states.put_back(random, device)
+    for model in models:
+        for parameter in model.module.parameters():
+            parameter.grad = None
+    for places, name, buffer, value in buffers:
+        places[name] = buffer
+        # A write would forbid the backward pass of a graph that has read the buffer, as that of
+        # batch norm in eval mode.
+        if buffer is not None and value is not None and not torch.equal(buffer, value):
+            with torch.no_grad():
+                buffer.copy_(value)
 
 
 def _detached_copy(tensor: Tensor) -> Tensor:

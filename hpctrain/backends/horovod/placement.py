@@ -4,6 +4,7 @@ Source: horovod/common/gloo/gloo_context.cc and horovod/common/utils/env_parser.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hpctrain.backends.borrowed_env import Environment
@@ -38,17 +39,14 @@ def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
 
     The cross rank is the index of the host among those that have this local rank.
     """
-    host, size = host_of_rank[rank], len(host_of_rank)
-    on_host: dict[int, list[int]] = {}
-    for other in range(size):
-        on_host.setdefault(host_of_rank[other], []).append(other)
-    local_rank = on_host[host].index(rank)
-    peers = [h for h, ranks in sorted(on_host.items()) if len(ranks) > local_rank]
+    host, sizes = host_of_rank[rank], Counter(host_of_rank)
+    local_rank = host_of_rank[:rank].count(host)
+    peers = [h for h, size in sorted(sizes.items()) if size > local_rank]
     return {
         "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(size),
+        "HOROVOD_SIZE": str(len(host_of_rank)),
         "HOROVOD_LOCAL_RANK": str(local_rank),
-        "HOROVOD_LOCAL_SIZE": str(len(on_host[host])),
+        "HOROVOD_LOCAL_SIZE": str(sizes[host]),
         "HOROVOD_CROSS_RANK": str(peers.index(host)),
         "HOROVOD_CROSS_SIZE": str(len(peers)),
         # A part of the path of HTTP requests, so not the host name, which may hold any character.
