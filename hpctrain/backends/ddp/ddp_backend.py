@@ -76,7 +76,7 @@ class DDP(ProcessGroup):
 
     def attach(self, loss: Tensor) -> Tensor:
         """Prepare the models that no forward pass has prepared, and those that have changed."""
-        idle = []
+        idle: list[TransparentDDP] = []
         for model in self._wrapped:
             # From the loss, torch finds unused parameters that the outputs of the model depend on.
             if model.require_backward_grad_sync and (
@@ -86,10 +86,10 @@ class DDP(ProcessGroup):
             object.__setattr__(model, "passed", False)
         for trained in self._trained:
             if trained.changed():
-                idle = self._take_up(trained, idle)
+                self._take_up(trained, idle)
         if self._first_passes and any(one.require_backward_grad_sync for one in self._wrapped):
             self._first_passes -= 1
-            idle = self._look_for_unused(loss, idle)
+            self._look_for_unused(loss, idle)
         if not idle:
             return loss
         rehearsed = [model for model in idle if model.rehearses and _uses(loss, model.module)]
@@ -102,19 +102,14 @@ class DDP(ProcessGroup):
             loss = model.attach(loss)
         return loss
 
-    def _look_for_unused(
-        self, loss: Tensor, idle: list["TransparentDDP"]
-    ) -> list["TransparentDDP"]:
+    def _look_for_unused(self, loss: Tensor, idle: list["TransparentDDP"]) -> None:
         """Let models expect no gradient for parameters that a loss does not use on some rank.
 
         Called by all ranks alike, in the first backward passes.
 
         Args:
             loss: loss of a micro-batch.
-            idle: models that have to be prepared for its backward pass.
-
-        Returns:
-            The models that have to be prepared now.
+            idle: models that have to be prepared for its backward pass; others are added.
         """
         used = reached(loss)
         lists: list[list[str]] = []
@@ -133,8 +128,8 @@ class DDP(ProcessGroup):
                     _shortened(names) if names else "some parameters on another rank",
                 )
                 self._renew(model, find_unused_parameters=True)
-                idle = [*(one for one in idle if one is not model), model]
-        return idle
+                if model not in idle:
+                    idle.append(model)
 
     def has_unused(self, model: nn.Module) -> bool:
         """Return whether DistributedDataParallel looks for unused parameters in each step."""
@@ -158,20 +153,20 @@ class DDP(ProcessGroup):
         model.rehearses = self._deterministic
         ddp_options.compress(model, self._own)
 
-    def _take_up(self, trained: Trained, idle: list["TransparentDDP"]) -> list["TransparentDDP"]:
-        """Exchange the gradients of the parameters trained now; return the models to prepare.
+    def _take_up(self, trained: Trained, idle: list["TransparentDDP"]) -> None:
+        """Exchange the gradients of the parameters trained now; add the model to those to prepare.
 
         Called by all ranks alike.
         """
         wrapped = [model for model in self._wrapped if model.module is trained.model]
         if wrapped and not wrapped[0].require_backward_grad_sync:
-            return idle  # the last micro-batch of the step is early enough
+            return  # the last micro-batch of the step is early enough
         trained.refresh()
         if wrapped:
             self._renew(wrapped[0])
         else:
             wrapped = [self._wrap(trained, init_sync=False)]
-        return [*(model for model in idle if model not in wrapped), *wrapped]
+        idle += [model for model in wrapped if model not in idle]
 
     def sync_gradients(self) -> None:
         """Rearrange the messages of the gradients, once for each model; called by all ranks.

@@ -162,14 +162,8 @@ class FSDP(ProcessGroup):
                 "torch.optim.AdamW or SGD",
                 "--backend ddp",
             )
-        changed = False
-        for group in optimizer.param_groups:
-            parts = [getattr(parameter, "divided", parameter) for parameter in group["params"]]
-            changed = changed or any(
-                a is not b for a, b in zip(parts, group["params"], strict=True)
-            )
-            group["params"] = parts
-        if changed and optimizer.state:
+        groups = optimizer.param_groups
+        if optimizer.state and any(hasattr(p, "divided") for one in groups for p in one["params"]):
             raise UsageError(
                 "HT319",
                 f"a {type(optimizer).__name__} that has a state already, under --backend fsdp",
@@ -177,6 +171,8 @@ class FSDP(ProcessGroup):
                 "optimizer.load_state_dict(…) after session.prepare(model, optimizer)",
                 "--resume (goes on with the state in the run directory)",
             )
+        for group in groups:
+            group["params"] = [getattr(p, "divided", p) for p in group["params"]]
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Let the next backward pass average the gradients, or add them up on each rank."""
