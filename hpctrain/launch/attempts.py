@@ -141,7 +141,7 @@ def run(
     environ.pop(env_vars.MEMORY, None)  # of a start around this one
     if hosts.agents and policy.most > 1:
         environ[env_vars.MEMORY] = str(shared_memory.folder_of(launch))
-    present = hosts.present(launch)
+    present = hosts.present()
     missing = [host for host in hosts.names if host not in present]
     if len(missing) > policy.spares:
         raise StartError(
@@ -202,7 +202,7 @@ def _attempts(
             if recorded is None or recorded[0] not in (exit_codes.DONE, exit_codes.STOPPED):
                 _free_memory(hosts, choice.used, attempt)
             return result
-        choice.after(end, launch)
+        choice.after(end)
         used, lost = choice.used, choice.lost
         after = max(directory.steps(), default=None)
         progress = after is not None and (before is None or after > before)

@@ -45,12 +45,11 @@ class HostChoice:
         self.used = _best(present, self.wanted, host_ledger.avoided(self._top))
         self.lost: list[str] = []
 
-    def after(self, end: HostsEnd, launch: str) -> None:
+    def after(self, end: HostsEnd) -> None:
         """Choose the hosts of the next attempt, and note faults.
 
         Args:
             end: end of the attempt before.
-            launch: name of the launcher's run.
         """
         suspects = {*self._silent, *end.suspects}
         self._silent = {host for host in suspects if not self._hosts.answers(host)}
@@ -61,7 +60,7 @@ class HostChoice:
         if end.first is not None and end.first.error == _OTHER_WEIGHTS:
             self._note({end.first.host}, host_ledger.UNLIKE)
         gone = self._silent | self._unfit
-        usable = [host for host in self._hosts.present(launch) if host not in gone]
+        usable = [host for host in self._hosts.present() if host not in gone]
         self.lost = [host for host in self.used if host not in usable]
         self._note(unfit, host_ledger.PREFLIGHT)
         self._note(set(self.lost) - unfit, host_ledger.LOST)

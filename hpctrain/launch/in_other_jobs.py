@@ -36,9 +36,8 @@ class _OtherJob(JobHosts):
         super().__init__(counts)
         self._starter = starter
 
-    def present(self, launch: str) -> list[str]:
+    def present(self) -> list[str]:
         """Return all hosts."""
-        del launch
         return list(self.names)
 
     def fixes(self, host: str) -> Sequence[str]:

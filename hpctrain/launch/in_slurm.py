@@ -87,9 +87,8 @@ class InSlurm(JobHosts):
         # Only the tasks of the first part get it: tried with 22.05.
         self.broadcasts = self.broadcasts and not self._parts
 
-    def present(self, launch: str) -> list[str]:
+    def present(self) -> list[str]:
         """Return the hosts that are still in the job; Slurm itself ends the tasks of a step."""
-        del launch
         try:
             in_job = set(expand(slurm.hosts_left(slurm.ids_of_parts(self._env), self._env)))
         except slurm.NoAnswerError as error:

@@ -130,12 +130,8 @@ class JobHosts(ABC):
         return self._counts.get(host) or 1
 
     @abstractmethod
-    def present(self, launch: str) -> list[str]:
-        """Return the hosts that can be used, in order; no rank of an earlier attempt runs there.
-
-        Args:
-            launch: name of the launcher's run, as in `Attempt`.
-        """
+    def present(self) -> list[str]:
+        """Return the hosts that can be used, in order; no rank of an earlier attempt runs there."""
 
     def answers(self, host: str) -> bool:
         """Check whether a host that did not answer another one answers this process."""

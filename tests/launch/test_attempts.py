@@ -106,8 +106,7 @@ class Hosts:
     def answers(self, host):
         return False
 
-    def present(self, launch):
-        assert all(attempt.launch == launch for _, attempt in self.attempts)
+    def present(self):
         return list(self.answering)
 
     def close(self):
@@ -117,6 +116,7 @@ class Hosts:
         if attempt.frees:
             self.freed = list(hosts), attempt.environ["HPCTRAIN_MEMORY"]
             return HostsEnd(0, False)
+        assert all(before.launch == attempt.launch for _, before in self.attempts)
         self.attempts.append((list(hosts), attempt))
         assert stat.S_IMODE(attempt.folder.stat().st_mode) == 0o700
         assert not list(attempt.folder.iterdir())
@@ -492,12 +492,12 @@ def test_hosts_in_slurm_are_those_left_in_the_job(slurm):
     hosts = InSlurm(JOB)
     assert hosts.names == ["node1", "node2", "node3"]
     slurm.command("squeue", "815 node[1,3]")
-    assert InSlurm({**JOB, **slurm.env}).present("") == ["node1", "node3"]
+    assert InSlurm({**JOB, **slurm.env}).present() == ["node1", "node3"]
     assert "--job=815" in slurm.calls.read_text()
 
 
 def test_all_hosts_are_kept_if_squeue_does_not_answer(tmp_path, capsys):
-    assert InSlurm({**JOB, "PATH": str(tmp_path)}).present("") == ["node1", "node2", "node3"]
+    assert InSlurm({**JOB, "PATH": str(tmp_path)}).present() == ["node1", "node2", "node3"]
     assert "squeue did not list" in capsys.readouterr().err
 
 
@@ -597,7 +597,7 @@ def test_srun_starts_an_agent_on_each_host_of_all_parts_of_a_job(slurm, tmp_path
 
 def test_hosts_left_in_all_parts_of_a_job(slurm):
     slurm.command("squeue", "815 node1\n816 node3\n817 node2")
-    assert InSlurm({**TWO_PARTS, **slurm.env}).present("") == ["node1", "node3"]
+    assert InSlurm({**TWO_PARTS, **slurm.env}).present() == ["node1", "node3"]
     assert "--job=815,816" in slurm.calls.read_text()
 
 
