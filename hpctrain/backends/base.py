@@ -154,7 +154,6 @@ class Backend(ABC):
 
     def has_unused(self, model: nn.Module) -> bool:
         """Return whether losses were found that do not use all trained parameters of a model."""
-        del model
         return False
 
     def expect_unused(self, model: nn.Module) -> None:  # noqa: B027, as others need not know
@@ -252,7 +251,6 @@ class Backend(ABC):
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Return an error that names the cause of an exception of this backend, or None."""
-        del error
         return None
 
     def dump_to(self, folder: Path) -> tuple[str, str] | None:
@@ -264,7 +262,6 @@ class Backend(ABC):
         Returns:
             A FIFO, into which another process writes to ask for it, and the file of the dump.
         """
-        del folder
         return None
 
     @abstractmethod

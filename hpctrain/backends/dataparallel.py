@@ -38,7 +38,6 @@ class DataParallel(Single):
     @classmethod
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check that the world is one process that has a GPU."""
-        del settings
         if world.world_size > 1:
             raise UsageError(
                 "HT301",

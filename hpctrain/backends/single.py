@@ -24,7 +24,6 @@ class Single(Backend):
     def __init__(
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None:
-        del rendezvous, settings
         self.rank, self.world_size, self.device = 0, 1, device
 
     def wrap(self, model: nn.Module) -> nn.Module:

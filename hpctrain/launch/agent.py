@@ -96,7 +96,6 @@ class FirstFailure:
         time: time of the failure, in seconds since the epoch.
         caused_by_other_rank: whether the failure of another rank caused it.
         brief: description for a person who has seen the output.
-        full: description with the last lines of the rank.
         code: exit code, as in a shell.
         error: code of an error of hpctrain; empty for another failure.
     """
@@ -106,7 +105,6 @@ class FirstFailure:
     time: float
     caused_by_other_rank: bool
     brief: str
-    full: str
     code: int
     error: str = ""
 
@@ -405,7 +403,6 @@ def end_of(outcome: supervisor.Outcome, ranks: int, host: str) -> End:
                 failure.caused_by_other_rank if failure else first.tail.caused_by_other_rank
             ),
             brief=first.describe_end(brief=True, only=only),
-            full=first.describe_end(),
             code=outcome.code,
             error=failure.error if failure else "",
         )

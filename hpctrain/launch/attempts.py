@@ -7,6 +7,7 @@ hosts share, and also has the files that the attempts share.
 
 import contextlib
 import itertools
+import os
 import secrets
 import shutil
 import signal
@@ -21,12 +22,11 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
-from hpctrain.launch.host_choice import HostChoice
 from hpctrain.launch.job_hosts import Attempt, HostsEnd, JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record, shared_memory
-from hpctrain.rundir import effective_time
+from hpctrain.rundir import effective_time, host_ledger
 from hpctrain.rundir.exit_status import read_exit_status
 from hpctrain.rundir.used import used_so_far
 
@@ -35,6 +35,11 @@ __all__ = ["Policy", "hopeless", "run", "settled"]
 # Exit codes of ranks that a stop signal to them has ended. Of SIGTERM it is no sign of a stop, as
 # launchers end the other ranks by it.
 _UNHANDLED = (128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+
+
+# Errors of a rank of which its host is the cause.
+_WRONG_NUMBERS = "HT318"
+_OTHER_WEIGHTS = "HT623"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,67 @@ def _attempts(
             f"{_from(after, kept)}"
         )
     raise AssertionError  # the count has no end
+
+
+class HostChoice:
+    """Hosts on which the ranks start.
+
+    A host that was lost is used again when it answers. One that has failed its check is not. Those
+    with faults in the ledger are used only if there are no others.
+
+    Args:
+        hosts: hosts of the job.
+        present: names of those that can be used now.
+        spares: number of hosts that have no ranks until another one is lost.
+        env: environment of the start.
+
+    Attributes:
+        wanted: number of hosts that have ranks.
+        used: names of the hosts of the next attempt; fewer than `wanted` if too many are lost.
+        lost: names of the hosts of the attempt before that cannot be used any more.
+    """
+
+    def __init__(
+        self, hosts: JobHosts, present: Sequence[str], spares: int, env: Mapping[str, str]
+    ) -> None:
+        job = detect_job(env)
+        self._hosts, self._job = hosts, job.label if job else ""
+        self._top = Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        self._silent: set[str] = set()  # hosts that did not answer when last asked
+        self._unfit: set[str] = set()
+        self.wanted = len(hosts.names) - spares
+        self.used = _best(present, self.wanted, host_ledger.avoided(self._top))
+        self.lost: list[str] = []
+
+    def after(self, end: HostsEnd) -> None:
+        """Choose the hosts of the next attempt, and note faults.
+
+        Args:
+            end: end of the attempt before.
+        """
+        suspects = {*self._silent, *end.suspects}
+        self._silent = {host for host in suspects if not self._hosts.answers(host)}
+        unfit = set(end.unfit)
+        if end.first is not None and end.first.error == _WRONG_NUMBERS:
+            unfit.add(end.first.host)
+        self._unfit |= unfit
+        if end.first is not None and end.first.error == _OTHER_WEIGHTS:
+            self._note({end.first.host}, host_ledger.UNLIKE)
+        gone = self._silent | self._unfit
+        usable = [host for host in self._hosts.present() if host not in gone]
+        self.lost = [host for host in self.used if host not in usable]
+        self._note(unfit, host_ledger.PREFLIGHT)
+        self._note(set(self.lost) - unfit, host_ledger.LOST)
+        self.used = _best(usable, self.wanted, host_ledger.avoided(self._top, self._job))
+
+    def _note(self, hosts: set[str], kind: str) -> None:
+        host_ledger.note(self._top, sorted(hosts), kind, self._job)
+
+
+def _best(hosts: Sequence[str], wanted: int, avoided: Sequence[str]) -> list[str]:
+    """Return some of the hosts in their order; those to avoid only if there are no others."""
+    best = sorted(hosts, key=lambda host: host in avoided)[:wanted]
+    return [host for host in hosts if host in best]
 
 
 def _report(end: HostsEnd, recorded: tuple[int, str] | None) -> None:

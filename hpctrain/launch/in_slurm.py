@@ -147,7 +147,6 @@ class Once(InSlurm):
 
     def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return the program with the variables of its start."""
-        del hosts
         return list(attempt.command), environ, attempt.folder / "exit-status-0"
 
     def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
@@ -166,7 +165,6 @@ class Once(InSlurm):
                 failure.date,
                 failure.caused_by_other_rank,
                 failure.description,
-                failure.traceback,
                 failure.exit_code,
                 failure.error,
             )
@@ -174,7 +172,7 @@ class Once(InSlurm):
             # srun kills other ranks, too; then it is not known which one was the first.
             if failure.caused_by_other_rank and outcome.code > 128 and len(killed) == 1:
                 (rank,), how = killed, f"with signal {signal_name(outcome.code - 128)}"
-                first = FirstFailure(rank, hosts[rank], failure.date, False, how, "", outcome.code)
+                first = FirstFailure(rank, hosts[rank], failure.date, False, how, outcome.code)
         code = first.code if first else outcome.code
         return HostsEnd(code, outcome.signal is not None, first, ranks=max(len(failures), 1))
 

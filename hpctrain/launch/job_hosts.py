@@ -135,7 +135,6 @@ class JobHosts(ABC):
 
     def answers(self, host: str) -> bool:
         """Check whether a host that did not answer another one answers this process."""
-        del host
         return False
 
     @abstractmethod

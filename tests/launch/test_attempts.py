@@ -151,7 +151,7 @@ def ended(code, present=ALL, step=None, session=True, first=None, copied=None):
 
 def failed(code, rank=3):
     brief = f"with exit code {code}: ValueError: the cause"
-    return FirstFailure(rank, "node2", 5.0, False, brief, f"{brief}\nits last lines", code)
+    return FirstFailure(rank, "node2", 5.0, False, brief, code)
 
 
 def run_attempts(tmp_path, *ends, env=None, name="run", **policy):

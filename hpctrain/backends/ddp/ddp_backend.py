@@ -41,7 +41,6 @@ class DDP(ProcessGroup):
     @classmethod
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check whether this torch supports the options."""
-        del world
         ddp_options.refuse_options(settings, transport_of(device))
 
     def wrap(self, model: nn.Module) -> nn.Module:

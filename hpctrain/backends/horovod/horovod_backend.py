@@ -204,7 +204,6 @@ class Horovod(Backend):
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Let the hooks of all models send gradients, or hold them back."""
-        del model
         self._sends = wanted
         for averager in self._gradients:
             averager.send(wanted)
