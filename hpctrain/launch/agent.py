@@ -77,14 +77,6 @@ class Plan:
     waits: bool = False
     frees: bool = False
 
-    def exit_status_file(self, node_rank: int) -> Path:
-        """Return the path of the exit status file of a host, which rank 0 writes on the first.
-
-        Only processes of that host have this path in their environment, by which its guard finds
-        them.
-        """
-        return Path(self.folder) / f"exit-status-{node_rank}"
-
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
@@ -338,11 +330,9 @@ def _run(
         restarts=plan.attempt,
     )
     environs = rank_environment.environs_of_host(world, counts, env, connection, share)
-    for environ in environs.values():
-        if point.simulated:
-            environ[env_vars.HOSTNAME] = point.host
-        if plan.launch and env_vars.MEMORY in env:
-            environ[env_vars.MEMORY] = env[env_vars.MEMORY]
+    more = {env_vars.HOSTNAME: point.host} if point.simulated else {}
+    if plan.launch and env_vars.MEMORY in env:
+        more[env_vars.MEMORY] = env[env_vars.MEMORY]
     if len(counts) == 1:
         rank_environment.print_threads(env, environs)
     elif world.rank == 0 and not plan.waits:
@@ -356,8 +346,10 @@ def _run(
             command = apptainer(command, plan.container, gpus, folder or os.getcwd(), inside)
         outcome = supervisor.run(
             command,
-            {rank: {**environ, **own} for rank, environ in environs.items()},
-            plan.exit_status_file(world.rank),
+            {rank: {**environ, **more, **own} for rank, environ in environs.items()},
+            # Rank 0 writes the first one. By this path in their environment the guard of a host
+            # finds its processes, so each host has another one.
+            Path(plan.folder) / f"exit-status-{world.rank}",
             labelled=sum(counts) > 1,
             events=events,
             cores=None if plan.temporary else cores.divided(here, env),

@@ -109,7 +109,6 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         StartError: the hosts cannot be read, or there is no launcher.
         UsageError: `nproc` does not fit the hosts.
     """
-    counts: dict[str, int] = {}
     away = False  # whether this process is on no host of the ranks
     jsrun = "LSB_JOBID" in env and shutil.which("jsrun", path=env.get("PATH")) is not None
     if env.get("FLUX_URI"):

@@ -67,16 +67,12 @@ class HorovodStore:
     def _request(self, method: str, name: str, body: bytes | None) -> bytes | None:
         try:
             connection = http.client.HTTPConnection(*self._place, timeout=_ANSWER_SECONDS)
-        except http.client.InvalidURL:
-            return None
-        try:
-            connection.request(method, f"/hpctrain/{name}", body)
-            answer = connection.getresponse()
-            content = answer.read()
+            with contextlib.closing(connection):
+                connection.request(method, f"/hpctrain/{name}", body)
+                answer = connection.getresponse()
+                content = answer.read()
         except (OSError, UnicodeError, http.client.HTTPException):
             return None
-        finally:
-            connection.close()
         return content if answer.status == http.HTTPStatus.OK else None
 
 
