@@ -320,7 +320,6 @@ def _run(
         )
     counts = rank_environment.layout(plan.nproc, met.shared["gpus"])
     here = counts[world.rank]
-    share = max(1, cores.available(env) // here)
     connection = rank_environment.Connection(
         start=f"{plan.launch or met.nonce}/{plan.attempt}",
         main_address=roster.addresses[0],
@@ -329,14 +328,14 @@ def _run(
         ports=tuple(met.shared["ports"]),
         restarts=plan.attempt,
     )
-    environs = rank_environment.environs_of_host(world, counts, env, connection, share)
+    environs = rank_environment.environs_of_host(world, counts, env, connection)
     more = {env_vars.HOSTNAME: point.host} if point.simulated else {}
     if plan.launch and env_vars.MEMORY in env:
         more[env_vars.MEMORY] = env[env_vars.MEMORY]
     if len(counts) == 1:
-        rank_environment.print_threads(env, environs)
+        rank_environment.print_threads(env, here)
     elif world.rank == 0 and not plan.waits:
-        _print_layout(counts, share, env)
+        _print_layout(counts, cores.share(here, env), env)
     name = f"{plan.label}{plan.attempt}"
     with staged(Staging(*plan.staging), name, env) as (own, folder):
         command = list(plan.command)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpctrain.cluster.env_vars import number
 
-__all__ = ["available", "divided", "widen"]
+__all__ = ["available", "divided", "share", "widen"]
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -19,6 +19,11 @@ def available(env: Mapping[str, str]) -> int:
     """
     cores = len(os.sched_getaffinity(0))
     return min(cores, number(env, "SLURM_CPUS_ON_NODE") or cores)
+
+
+def share(ranks: int, env: Mapping[str, str]) -> int:
+    """Return the cores per rank: several ranks that each use all cores are slower than one."""
+    return max(1, available(env) // ranks)
 
 
 def widen(env: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from hpctrain.cluster.launchers.slurm import SlurmStep
 from hpctrain.cluster.launchers.torchrun import Torchrun
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
+from hpctrain.launch import cores
 from hpctrain.launch.rank_output import announce
 from hpctrain.rendezvous.addresses import LOOPBACK
 from hpctrain.rendezvous.interfaces import interface_of
@@ -135,7 +136,7 @@ def environs(
     hosts = hosts if nodes > 1 else (os.uname().nodename,)
     worlds = [one for node in range(nodes) for one in _worlds(node, tasks_per_node, hosts)]
     start, secret = secrets.randbelow(2**31), secrets.token_hex(16)
-    common = _common(env, style, threads(len(worlds)))
+    common = _common(env, style, cores.share(len(worlds), env))
     common[env_vars.SECRET] = secret
     launcher = next(kind for kind in LAUNCHERS if kind.name == AS[style])
     connection = Connection(str(start), LOOPBACK, LOOPBACK, secret, ports)
@@ -153,7 +154,6 @@ def environs_of_host(
     tasks_per_node: Sequence[int],
     env: Environ,
     connection: Connection,
-    cores: int,
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each rank of this host, one of several.
 
@@ -162,16 +162,16 @@ def environs_of_host(
         tasks_per_node: number of ranks on each host.
         env: environment to start from; variables of launchers are removed from it.
         connection: way to the other ranks.
-        cores: number of cores for each rank.
 
     Raises:
         UsageError: there are more ranks than one machine may have.
     """
     here = world.node_rank or 0
     _check_number(tasks_per_node[here])
-    common = _common(env, "hpctrain", cores)
+    share = cores.share(tasks_per_node[here], env)
+    common = _common(env, "hpctrain", share)
     if env.get("SLURM_JOB_ID"):
-        common["SLURM_CPUS_PER_TASK"] = str(cores)
+        common["SLURM_CPUS_PER_TASK"] = str(share)
     return {
         rank.rank: {**common, **of_rank(rank, tasks_per_node, connection, env)}
         for rank in _worlds(here, tasks_per_node, world.hosts)
@@ -241,18 +241,13 @@ def _check_number(ranks: int) -> None:
         )
 
 
-def threads(ranks: int) -> int:
-    """Return the threads per rank: several ranks that each use all cores are slower than one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def print_threads(env: Environ, ranks: Mapping[int, object]) -> None:
+def print_threads(env: Environ, ranks: int) -> None:
     """Print the threads per rank, for several ranks without OMP_NUM_THREADS in `env`."""
-    if len(ranks) > 1 and "OMP_NUM_THREADS" not in env:
-        cores = len(os.sched_getaffinity(0))
+    if ranks > 1 and "OMP_NUM_THREADS" not in env:
+        count = cores.available(env)
         announce(
-            f"OMP_NUM_THREADS={threads(len(ranks))} for each of {len(ranks)} ranks: "
-            f"{cores} core{'s' if cores > 1 else ''}"
+            f"OMP_NUM_THREADS={cores.share(ranks, env)} for each of {ranks} ranks: "
+            f"{count} core{'s' if count > 1 else ''}"
         )
 
 

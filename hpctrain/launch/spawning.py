@@ -64,7 +64,7 @@ def spawn(
     _refuse_inside_of_ranks()
     env = dict(os.environ)
     environs = rank_environment.environs((count,), env, "hpctrain", (), None)
-    rank_environment.print_threads(env, environs)
+    rank_environment.print_threads(env, count)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         folder = Path(name)
         _pack(folder, function, args, kwargs or {})

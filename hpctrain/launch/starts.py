@@ -154,7 +154,7 @@ def simulated(
     try:
         ports = (stores.ports[0], stores.ports[1]) if stores else None
         environs = rank_environment.environs(tasks_per_node, env, style, gpus, ports)
-        rank_environment.print_threads(env, environs)
+        rank_environment.print_threads(env, len(environs))
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
         with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
