@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
-__all__ = ["End", "FirstFailure", "Plan", "end_of", "main", "run"]
+__all__ = ["End", "FirstFailure", "Plan", "end_of", "first_of", "main", "run"]
 
 _START_SECONDS = 300.0
 
@@ -107,6 +107,11 @@ class FirstFailure:
         If another rank was the cause of all known failures, none of them is said to be the first.
         """
         return f"{'ended' if self.caused_by_other_rank else 'failed first'}, {self.brief}"
+
+
+def first_of(failures: Iterable[FirstFailure]) -> FirstFailure | None:
+    """Return the first of some failures that no other rank has caused, else the first one."""
+    return min(failures, key=lambda one: (one.caused_by_other_rank, one.time), default=None)
 
 
 @dataclass(frozen=True, slots=True)

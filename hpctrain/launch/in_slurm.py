@@ -13,7 +13,7 @@ from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.launch import rank_environment, supervisor
-from hpctrain.launch.agent import FirstFailure
+from hpctrain.launch.agent import FirstFailure, first_of
 from hpctrain.launch.containers import pyxis
 from hpctrain.launch.job_hosts import Attempt, HostsEnd, Inside, JobHosts
 from hpctrain.launch.rank_output import announce
@@ -151,15 +151,8 @@ class Once(InSlurm):
 
     def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
         failures, hosts = failure_record.failures(folder), failure_record.sessions(folder)
-        found = min(
-            failures.items(),
-            key=lambda one: (one[1].caused_by_other_rank, one[1].date),
-            default=None,
-        )
-        first = None
-        if found is not None and outcome.code:
-            rank, failure = found
-            first = FirstFailure(
+        found = [
+            FirstFailure(
                 rank,
                 hosts.get(rank, ""),
                 failure.date,
@@ -168,11 +161,14 @@ class Once(InSlurm):
                 failure.exit_code,
                 failure.error,
             )
-            killed = hosts.keys() - failures.keys()  # they could record nothing
-            # srun kills other ranks, too; then it is not known which one was the first.
-            if failure.caused_by_other_rank and outcome.code > 128 and len(killed) == 1:
-                (rank,), how = killed, f"with signal {signal_name(outcome.code - 128)}"
-                first = FirstFailure(rank, hosts[rank], failure.date, False, how, outcome.code)
+            for rank, failure in failures.items()
+        ]
+        first = first_of(found) if outcome.code else None
+        killed = hosts.keys() - failures.keys()  # they could record nothing
+        # srun kills other ranks, too; then it is not known which one was the first.
+        if first and first.caused_by_other_rank and outcome.code > 128 and len(killed) == 1:
+            (rank,), how = killed, f"with signal {signal_name(outcome.code - 128)}"
+            first = FirstFailure(rank, hosts[rank], first.time, False, how, outcome.code)
         code = first.code if first else outcome.code
         return HostsEnd(code, outcome.signal is not None, first, ranks=max(len(failures), 1))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
 from hpctrain.launch import supervisor
-from hpctrain.launch.agent import FirstFailure, Plan
+from hpctrain.launch.agent import FirstFailure, Plan, first_of
 from hpctrain.launch.standby import Standby, Step, command_that_waits
 from hpctrain.process import failure_record
 
@@ -287,7 +287,7 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
         except (OSError, ValueError):
             continue  # its host was lost as it wrote
     failures = [FirstFailure(**end["first"]) for end in ends if end["first"]]
-    first = min(failures, key=lambda one: (one.caused_by_other_rank, one.time), default=None)
+    first = first_of(failures)
     # The launcher of the agents may have ended the others, which gives it another exit code.
     code = next((end["code"] for end in ends if not end["ranks"]), code)
     if first is not None:
