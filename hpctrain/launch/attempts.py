@@ -64,6 +64,67 @@ class Policy:
     spares: int = 0
 
 
+class HostChoice:
+    """Hosts on which the ranks start.
+
+    A host that was lost is used again when it answers. One that has failed its check is not. Those
+    with faults in the ledger are used only if there are no others.
+
+    Args:
+        hosts: hosts of the job.
+        present: names of those that can be used now.
+        spares: number of hosts that have no ranks until another one is lost.
+        env: environment of the start.
+
+    Attributes:
+        wanted: number of hosts that have ranks.
+        used: names of the hosts of the next attempt; fewer than `wanted` if too many are lost.
+        lost: names of the hosts of the attempt before that cannot be used any more.
+    """
+
+    def __init__(
+        self, hosts: JobHosts, present: Sequence[str], spares: int, env: Mapping[str, str]
+    ) -> None:
+        job = detect_job(env)
+        self._hosts, self._job = hosts, job.label if job else ""
+        self._top = Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        self._silent: set[str] = set()  # hosts that did not answer when last asked
+        self._unfit: set[str] = set()
+        self.wanted = len(hosts.names) - spares
+        self.used = _best(present, self.wanted, host_ledger.avoided(self._top))
+        self.lost: list[str] = []
+
+    def after(self, end: HostsEnd) -> None:
+        """Choose the hosts of the next attempt, and note faults.
+
+        Args:
+            end: end of the attempt before.
+        """
+        suspects = {*self._silent, *end.suspects}
+        self._silent = {host for host in suspects if not self._hosts.answers(host)}
+        unfit = set(end.unfit)
+        if end.first is not None and end.first.error == _WRONG_NUMBERS:
+            unfit.add(end.first.host)
+        self._unfit |= unfit
+        if end.first is not None and end.first.error == _OTHER_WEIGHTS:
+            self._note({end.first.host}, host_ledger.UNLIKE)
+        gone = self._silent | self._unfit
+        usable = [host for host in self._hosts.present() if host not in gone]
+        self.lost = [host for host in self.used if host not in usable]
+        self._note(unfit, host_ledger.PREFLIGHT)
+        self._note(set(self.lost) - unfit, host_ledger.LOST)
+        self.used = _best(usable, self.wanted, host_ledger.avoided(self._top, self._job))
+
+    def _note(self, hosts: set[str], kind: str) -> None:
+        host_ledger.note(self._top, sorted(hosts), kind, self._job)
+
+
+def _best(hosts: Sequence[str], wanted: int, avoided: Sequence[str]) -> list[str]:
+    """Return some of the hosts in their order; those to avoid only if there are no others."""
+    best = sorted(hosts, key=lambda host: host in avoided)[:wanted]
+    return [host for host in hosts if host in best]
+
+
 def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
     """Return the exit code and reason if no other attempt is needed; None after a failure.
 
@@ -155,11 +216,11 @@ def run(
             "that all hosts answer when the run begins",
             *hosts.fixes(missing[0]),
         )
+    choice = HostChoice(hosts, present, policy.spares, environ)
     folder = _folder(directory, env)
+    first = Attempt(command, environ, folder, launch, 0, ends_plain=policy.requeue_plain)
     try:
-        return _attempts(
-            hosts, present, command, directory, environ, policy, folder, launch, received
-        )
+        return _attempts(hosts, choice, first, directory, policy, received)
     finally:
         hosts.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -169,36 +230,36 @@ def run(
 
 def _attempts(
     hosts: JobHosts,
-    present: Sequence[str],
-    command: Sequence[str],
+    choice: HostChoice,
+    first: Attempt,
     directory: rundir.RunDirectory,
-    environ: Mapping[str, str],
     policy: Policy,
-    common: Path,
-    launch: str,
     received: Sequence[int],
 ) -> tuple[int, str]:
-    """Start the ranks until the run ends or is given up; see `run`."""
-    choice, fruitless = HostChoice(hosts, present, policy.spares, environ), 0
+    """Start the ranks until the run ends or is given up; see `run`.
+
+    The folder of `first` is that of all attempts, each of which has a folder in it.
+    """
+    common, fruitless = first.folder, 0
     resumes = policy.plain  # whether the program was seen to have a session
     kept = -1  # furthest step of which a copy in memory is known
     for number in itertools.count():
         before = max(directory.steps(), default=None)
         folder = common / str(number)
         folder.mkdir(mode=0o700, exist_ok=True)
-        plain = policy.requeue_plain
-        if plain and received:
+        if first.ends_plain and received:
             return exit_codes.STOPPED, "a signal"
-        attempt = Attempt(command, environ, folder, launch, number, bool(received), plain)
+        attempt = replace(first, folder=folder, number=number, stopping=bool(received))
         following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)
         end = hosts.run(choice.used, attempt, following if policy.most > 1 else None)
         folder = end.folder or folder
         if not end.usage:
             failed = end.first.time if end.first else None
-            effective_time.note_attempt(directory, float(environ[env_vars.LAUNCHED]), failed)
+            launched = float(first.environ[env_vars.LAUNCHED])
+            effective_time.note_attempt(directory, launched, failed)
         recorded = read_exit_status(folder / "exit-status-0")
         stopped = end.stopped or bool(received)
-        if plain and stopped and not failure_record.sessions(folder):
+        if first.ends_plain and stopped and not failure_record.sessions(folder):
             # Whatever its exit code: a program that has already done its work does no more.
             return exit_codes.STOPPED, "a signal"
         result = settled(end.code, recorded, stopped)
@@ -238,67 +299,6 @@ def _attempts(
             f"{_from(after, kept)}"
         )
     raise AssertionError  # the count has no end
-
-
-class HostChoice:
-    """Hosts on which the ranks start.
-
-    A host that was lost is used again when it answers. One that has failed its check is not. Those
-    with faults in the ledger are used only if there are no others.
-
-    Args:
-        hosts: hosts of the job.
-        present: names of those that can be used now.
-        spares: number of hosts that have no ranks until another one is lost.
-        env: environment of the start.
-
-    Attributes:
-        wanted: number of hosts that have ranks.
-        used: names of the hosts of the next attempt; fewer than `wanted` if too many are lost.
-        lost: names of the hosts of the attempt before that cannot be used any more.
-    """
-
-    def __init__(
-        self, hosts: JobHosts, present: Sequence[str], spares: int, env: Mapping[str, str]
-    ) -> None:
-        job = detect_job(env)
-        self._hosts, self._job = hosts, job.label if job else ""
-        self._top = Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd())
-        self._silent: set[str] = set()  # hosts that did not answer when last asked
-        self._unfit: set[str] = set()
-        self.wanted = len(hosts.names) - spares
-        self.used = _best(present, self.wanted, host_ledger.avoided(self._top))
-        self.lost: list[str] = []
-
-    def after(self, end: HostsEnd) -> None:
-        """Choose the hosts of the next attempt, and note faults.
-
-        Args:
-            end: end of the attempt before.
-        """
-        suspects = {*self._silent, *end.suspects}
-        self._silent = {host for host in suspects if not self._hosts.answers(host)}
-        unfit = set(end.unfit)
-        if end.first is not None and end.first.error == _WRONG_NUMBERS:
-            unfit.add(end.first.host)
-        self._unfit |= unfit
-        if end.first is not None and end.first.error == _OTHER_WEIGHTS:
-            self._note({end.first.host}, host_ledger.UNLIKE)
-        gone = self._silent | self._unfit
-        usable = [host for host in self._hosts.present() if host not in gone]
-        self.lost = [host for host in self.used if host not in usable]
-        self._note(unfit, host_ledger.PREFLIGHT)
-        self._note(set(self.lost) - unfit, host_ledger.LOST)
-        self.used = _best(usable, self.wanted, host_ledger.avoided(self._top, self._job))
-
-    def _note(self, hosts: set[str], kind: str) -> None:
-        host_ledger.note(self._top, sorted(hosts), kind, self._job)
-
-
-def _best(hosts: Sequence[str], wanted: int, avoided: Sequence[str]) -> list[str]:
-    """Return some of the hosts in their order; those to avoid only if there are no others."""
-    best = sorted(hosts, key=lambda host: host in avoided)[:wanted]
-    return [host for host in hosts if host in best]
 
 
 def _report(end: HostsEnd, recorded: tuple[int, str] | None) -> None:

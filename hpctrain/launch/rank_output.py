@@ -6,16 +6,18 @@ import os
 import re
 import select
 import selectors
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import IO, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from hpctrain.process.logging import abandon
+
+if TYPE_CHECKING:
+    from hpctrain.launch.rank_processes import Rank
 
 __all__ = ["TRACEBACK", "Output", "Tail", "announce"]
 
@@ -223,14 +225,6 @@ def _continues(traceback: list[bytes], line: bytes) -> bool:
     return traceback[-1].startswith((b" ", *_BEGINS))
 
 
-class RankWithOutput(Protocol):
-    """Interface of a rank for `Output`."""
-
-    number: int
-    process: "subprocess.Popen[bytes]"
-    tail: Tail
-
-
 class Output:
     """Thread that forwards the output of ranks until all their streams have ended.
 
@@ -244,7 +238,7 @@ class Output:
 
     def __init__(
         self,
-        ranks: Iterable[RankWithOutput],
+        ranks: Iterable["Rank"],
         labelled: bool,
         done: Callable[[], None],
         shows: Callable[[str], bool],
