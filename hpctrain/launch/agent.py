@@ -42,8 +42,6 @@ from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
 __all__ = ["End", "FirstFailure", "Plan", "end_of", "first_of", "main", "run"]
 
-_START_SECONDS = 300.0
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -214,14 +212,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
             "ports": stores.ports if stores else None,
         }
         met = meet(
-            world,
-            point,
-            entry,
-            _START_SECONDS,
-            announce,
-            check=_check_hosts,
-            noun="host",
-            option="",
+            world, point, entry, announce=announce, check=_check_hosts, noun="host", option=""
         )
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))

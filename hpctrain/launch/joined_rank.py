@@ -18,7 +18,6 @@ from hpctrain.rendezvous import Answer, Roster, meet
 
 __all__ = ["join"]
 
-_START_SECONDS = 300.0
 _CHOSEN = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
 
 
@@ -40,9 +39,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     entry = {"ports": stores.ports if stores else None}
     point = start.rendezvous_point
     mistake = start.stray or start.waste
-    met = meet(
-        start.world, point, entry, _START_SECONDS, announce, mistake, check=_ports, option=""
-    )
+    met = meet(start.world, point, entry, announce=announce, error=mistake, check=_ports, option="")
     if met.listener is not None:
         met.listener.close()
     world, roster = met.world, met.roster
