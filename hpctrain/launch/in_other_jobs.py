@@ -10,7 +10,6 @@ from pathlib import Path
 from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import StartError
-from hpctrain.launch import rank_environment
 from hpctrain.launch.job_hosts import Attempt, JobHosts
 from hpctrain.launch.standby import Step
 
@@ -23,7 +22,7 @@ class _OtherJob(JobHosts):
     """Hosts of a job without a command that shows which of them are lost.
 
     Args:
-        counts: see `JobHosts`.
+        counts, nproc: see `JobHosts`.
         starter: function of hosts and environment that returns the words before a command that
             start it once on each host, bound to no core.
     """
@@ -31,9 +30,10 @@ class _OtherJob(JobHosts):
     def __init__(
         self,
         counts: Mapping[str, int],
+        nproc: str | None,
         starter: Callable[[Sequence[str], Mapping[str, str]], list[str]],
     ) -> None:
-        super().__init__(counts)
+        super().__init__(counts, nproc)
         self._starter = starter
 
     def present(self) -> list[str]:
@@ -135,12 +135,8 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         counts = dict.fromkeys(hosts[away:], 0)
     if len(counts) < 2 and not (counts and away):
         return None
-    if nproc == "auto":
-        counts = dict.fromkeys(counts, 0)
-    elif nproc is not None:
-        ranks = rank_environment.layout(nproc, [0] * len(counts))
-        counts = dict(zip(counts, ranks, strict=True))
-    return _OtherJob(counts, _flux_run if env.get("FLUX_URI") else _jsrun if jsrun else _mpirun)
+    starter = _flux_run if env.get("FLUX_URI") else _jsrun if jsrun else _mpirun
+    return _OtherJob(counts, nproc, starter)
 
 
 def _is_launch_host_first(env: Mapping[str, str]) -> bool:

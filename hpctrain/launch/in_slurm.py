@@ -12,7 +12,7 @@ from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError, UsageError
-from hpctrain.launch import rank_environment, supervisor
+from hpctrain.launch import supervisor
 from hpctrain.launch.agent import FirstFailure, first_of
 from hpctrain.launch.containers import pyxis
 from hpctrain.launch.job_hosts import Attempt, HostsEnd, Inside, JobHosts
@@ -75,13 +75,8 @@ class InSlurm(JobHosts):
                 "hosts of its own for each part",
                 "#SBATCH --exclusive in each part",
             )
-        if nproc is None:
-            counts = _tasks(env, names) or [0] * len(names)
-        elif nproc == "auto":
-            counts = [0] * len(names)
-        else:
-            counts = list(rank_environment.layout(nproc, [0] * len(names)))
-        super().__init__(dict(zip(names, counts, strict=True)), inside)
+        counts = (_tasks(env, names) if nproc is None else None) or [0] * len(names)
+        super().__init__(dict(zip(names, counts, strict=True)), nproc, inside)
         self._env = env
         self._parts = slurm.hosts_of_parts(env)
         # Only the tasks of the first part get it: tried with 22.05.

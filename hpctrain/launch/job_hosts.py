@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
-from hpctrain.launch import supervisor
+from hpctrain.launch import rank_environment, supervisor
 from hpctrain.launch.agent import FirstFailure, Plan, first_of
 from hpctrain.launch.standby import Standby, Step, command_that_waits
 from hpctrain.process import failure_record
@@ -105,7 +105,12 @@ class JobHosts(ABC):
     Args:
         counts: number of ranks of each host, by its name, in the order of the ranks; 0 for one for
             each GPU.
+        nproc: number of ranks of each host, as `rank_environment.layout` takes it; None for
+            `counts`.
         inside: what surrounds the ranks.
+
+    Raises:
+        UsageError: `nproc` does not fit the hosts.
 
     Attributes:
         names: names of the hosts, in the order of the ranks.
@@ -118,9 +123,15 @@ class JobHosts(ABC):
     broadcasts: bool = False
     agents: bool = True
 
-    def __init__(self, counts: Mapping[str, int], inside: Inside | None = None) -> None:
+    def __init__(
+        self, counts: Mapping[str, int], nproc: str | None, inside: Inside | None = None
+    ) -> None:
         self.names: Sequence[str] = list(counts)
-        self._counts = counts
+        ranks: Sequence[int] = list(counts.values())
+        if nproc is not None:
+            none = [0] * len(counts)
+            ranks = none if nproc == "auto" else rank_environment.layout(nproc, none)
+        self._counts = dict(zip(counts, ranks, strict=True))
         self._inside = inside or Inside()
         self._standby: Standby | None = None
         self._ending: list[Standby] = []
