@@ -75,6 +75,7 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
         imported so far), `network` (settings of NCCL, gloo and similar).
     """
     cuda = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if cuda else ()  # type: ignore[no-untyped-call]
     return {
         "gpu": _gpu(device) if cuda else None,
         "gpu_name": torch.cuda.get_device_name(device) if cuda else None,
@@ -84,7 +85,7 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda or torch.version.hip,
-            "nccl": _nccl() if cuda else None,
+            "nccl": ".".join(map(str, nccl)) or None,
             "horovod": _version("horovod") if settings.get("--backend") == "horovod" else None,
         },
         "settings": dict(settings),
@@ -356,11 +357,6 @@ def _gpu(device: torch.device) -> str:
     bus = [getattr(properties, part, None) for part in parts]
     where = ":".join(f"{n:02x}" for n in bus if n is not None) or str(device.index)
     return f"{os.uname().nodename} {where}"
-
-
-def _nccl() -> str:
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, version))
 
 
 def _version(package: str) -> str | None:

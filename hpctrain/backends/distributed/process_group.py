@@ -83,8 +83,10 @@ class ProcessGroup(Backend):
             # process group. So gradients do not share one with sums that nobody waits for yet.
             if self.transport == "gloo":
                 self._aside = dist.new_group(timeout=limits[0])
+            # Of each collective from now on. torch 2.15 renamed the function.
+            change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self._aside):
-                _set_timeout(limits[1], group)
+                change(limits[1], group)
             store.set_timeout(limits[1])
             self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
         except StartError:
@@ -249,15 +251,6 @@ def _receive(other: int) -> str:
 def transport_of(device: torch.device) -> str:
     """Return the name of the library that carries the data of a device."""
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup | None) -> None:
-    """Set the time-out of each collective of a group (None: the default one) from now on.
-
-    torch 2.15 renamed the function.
-    """
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    change(timeout, group)
 
 
 def _named(error: Exception, rendezvous: Rendezvous) -> str:
