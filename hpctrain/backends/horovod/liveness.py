@@ -24,7 +24,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpctrain.backends.base import missing_error
@@ -48,26 +48,22 @@ class Wait:
     """The wait of the main thread for the other ranks: `with wait("gradients"): …`.
 
     Attributes:
+        what: what the main thread waits for; empty if it does not wait.
         since: time when the wait began; None if the main thread does not wait.
     """
 
     def __init__(self) -> None:
+        self.what = ""
         self.since: float | None = None
-        self._what = ""
 
-    def __call__(self, what: str) -> "Wait":
-        """Set what the next wait is for."""
-        self._what = what
-        return self
-
-    def __enter__(self) -> None:
-        self.since = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self.since = None
-
-    def __str__(self) -> str:
-        return self._what if self.since is not None else ""
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Note what the main thread waits for, until the end of the context."""
+        self.what, self.since = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self.what, self.since = "", None
 
 
 class Connections:
@@ -159,7 +155,7 @@ class Liveness:
     def report(self, reason: str = "") -> None:
         """Report what failed on this rank; nothing if it only waits for others."""
         self._told_at = time.monotonic()
-        self._outbox.append(("end", reason[:1000], str(self._wait)))
+        self._outbox.append(("end", reason[:1000], self._wait.what))
 
     def find_error(self) -> HpctrainError | None:
         """Return an error about lost or failed ranks, or None if all of them are there."""
