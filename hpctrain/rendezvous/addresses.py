@@ -71,7 +71,7 @@ def listen(
     """
     error_text = ""
     alone = hosts[0] if len(hosts) == 1 and is_loopback(hosts[0]) else None
-    taken = []
+    taken: list[tuple[str, int]] = []
     for port in candidates:
         try:
             return open_listener(alone, port), taken, error_text
