@@ -5,10 +5,10 @@
                               manifest.json   sizes and hashes of the files, which pieces of tensors
                                               are where, step, facts of the run
 
-`snapshot` copies the state between two steps. `writer` writes the copy in a thread, `data_files`
-what this rank has of the tensors. `folder` commits the checkpoint with a rename. `loading` checks
-what it loads against the manifest, and `stored` reads tensors. `export` writes weights for other
-programs. `weights` loads initial weights.
+`snapshot` takes the state between two steps, and `buffers` copies its tensors. `writer` writes the
+copy in a thread, `data_files` what this rank has of the tensors. `folder` commits the checkpoint
+with a rename. `loading` checks what it loads against the manifest, and `stored` reads tensors.
+`export` writes weights for other programs. `weights` loads initial weights.
 """
 
 from hpctrain.checkpoint.data_files import Team

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.backends.extent import Extent
+from hpctrain.checkpoint.buffers import Buffers
 from hpctrain.checkpoint.data_files import Team, note_alive, plan
 from hpctrain.checkpoint.folder import Folder
-from hpctrain.checkpoint.snapshot import Buffers, Snapshot, freeze
+from hpctrain.checkpoint.snapshot import Snapshot, freeze
 from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory

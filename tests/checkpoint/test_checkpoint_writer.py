@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.checkpoint import Writer, folder, load_newest, snapshot
+from hpctrain.checkpoint import Writer, buffers, folder, load_newest
+from hpctrain.checkpoint.buffers import Buffers
 from hpctrain.checkpoint.data_files import Team, plan
-from hpctrain.checkpoint.snapshot import Buffers, freeze
+from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
@@ -349,9 +350,9 @@ def test_checkpoint_without_memory_is_written_synchronously(run, log, monkeypatc
         raise {"allocation": MemoryError, "torch": RuntimeError}[why]("not enough memory")
 
     if why == "room":
-        monkeypatch.setattr(snapshot, "available", lambda: 1000)
+        monkeypatch.setattr(buffers, "available", lambda: 1000)
     else:
-        monkeypatch.setattr(snapshot, "_new", fail)
+        monkeypatch.setattr(buffers, "_new", fail)
     writer = Writer(run)
     weight = torch.ones(1000)
     for number in (1, 2):
@@ -387,7 +388,7 @@ def test_checkpoint_without_a_thread_is_written_synchronously(run, log, monkeypa
 
 
 def test_failed_synchronous_checkpoint_does_not_raise_in_save(run, monkeypatch):
-    monkeypatch.setattr(snapshot, "available", lambda: 0)
+    monkeypatch.setattr(buffers, "available", lambda: 0)
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     writer = Writer(run)
     writer.save(1, {"model": torch.ones(3)}, {})

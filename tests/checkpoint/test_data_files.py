@@ -286,7 +286,7 @@ def test_rank_that_still_writes_at_the_end_is_waited_for(run, saved, monkeypatch
 def test_dead_rank_does_not_hold_a_training_without_memory_for_copies(run, saved, monkeypatch):
     """Without a copy, rank 0 waits for the others inside of its training."""
     monkeypatch.setattr(data_files, "_SECONDS_IN_FOREGROUND", 0.1)
-    monkeypatch.setattr("hpctrain.checkpoint.snapshot.available", lambda: 0)
+    monkeypatch.setattr("hpctrain.checkpoint.buffers.available", lambda: 0)
     for writer in saved.writers:
         writer._buffers._buffers = []  # those of the saves before
     saved.save(3, ranks=[1, 0])
