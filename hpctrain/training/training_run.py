@@ -43,14 +43,8 @@ from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import REASONS, Stopped
 from hpctrain.training.replica_check import ReplicaCheck
-from hpctrain.training.state import (
-    LaterGroups,
-    Position,
-    Restored,
-    refuse_stateless,
-    refuse_streak,
-    restore,
-)
+from hpctrain.training.restoring import LaterGroups, Restored, restore
+from hpctrain.training.state import Position, refuse_stateless, refuse_streak
 
 __all__ = ["Run"]
 

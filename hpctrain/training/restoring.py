@@ -1,0 +1,339 @@
+"""Restoring of a run from the newest checkpoint, on the disk or in memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain import checkpoint
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.optim import scheduled
+from hpctrain.process.logging import logger
+from hpctrain.rundir import RunDirectory
+from hpctrain.training import identity, plain_state, sharded_state
+from hpctrain.training.consensus import on_rank_zero
+from hpctrain.training.context import Context
+from hpctrain.training.memory_copies import MemoryCopies
+from hpctrain.training.state import Position
+
+__all__ = ["LaterGroups", "Restored", "restore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Contents of a checkpoint that remain after the states are loaded.
+
+    Attributes:
+        position: position at which the run continues.
+        on_disk: newest position on the disk, or one with its step; None if it is not older than
+            a copy in memory, or if there is none.
+        random: random states of this rank; None if the number of ranks has changed.
+        log: values of this rank for the next row of metrics; None as for `random`.
+        stream: state of the script's own loader on this rank, if it has one; None as for `random`.
+        left: states of objects that the script has not created yet, by name.
+        later: groups of parameters that the script has not added to its optimizers yet.
+    """
+
+    position: Position
+    on_disk: Position | None
+    random: dict[str, Any] | None
+    log: dict[str, Any] | None
+    stream: Any
+    left: dict[str, Any]
+    later: "list[LaterGroups]"
+
+
+def restore(
+    context: Context,
+    directory: RunDirectory,
+    others: Mapping[str, Any],
+    memory: MemoryCopies | None = None,
+) -> Restored | None:
+    """Load the newest checkpoint, of those on the disk and in memory; called by all ranks.
+
+    Args:
+        context: context of the training.
+        directory: run directory.
+        others: objects that the user added to the state, by name.
+        memory: copies in memory; None without them.
+
+    Returns:
+        The contents that remain to be used; None if there is no checkpoint.
+
+    Raises:
+        UsageError: it is from another script, global batch or number of ranks.
+        CheckpointError: it cannot be read, or a rank finds another one than rank 0.
+    """
+    if memory is None:
+        loaded, older = _load(context, directory), None
+    else:
+        loaded, older = _load_newest(context, directory, memory)
+    if loaded is None:
+        return None
+    step, state = loaded
+    position = state["position"]
+    _compare(context, directory, position)
+    _fill("model", context.models, state["model"])
+    _train_again(context, position)
+    rates = _rates(context)
+    later = _later_groups(context, position, state["optimizer"])
+    states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
+    _fill("optimizer", context.optimizers, states)
+    course = context.options.sets_rates or any(map(scheduled, context.optimizers))
+    if rates != _rates(context) and not course:
+        logger.warning(
+            "the learning rate is that of the checkpoint, %s, not that of this start, %s",
+            _rates(context),
+            rates,
+        )
+    if position["precision"] != context.precision.name:
+        logger.warning(
+            "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
+            position["precision"],
+            context.precision.name,
+            position["precision"],
+        )
+    context.precision.load_state_dict(state["precision"])
+    if context.ema is not None and "ema" in state:
+        context.ema.load_state_dict(state["ema"])
+    elif context.ema is not None:
+        logger.warning("the checkpoint has no average of the weights; it starts anew from them")
+        context.ema.restart()
+    ranks = [rank.get("values", {}) for rank in state["ranks"]]
+    values = plain_state.of_rank(others, ranks, context.world.rank, context.world.world_size)
+    for name, thing in others.items():
+        if name in state["state"] and not plain_state.is_plain(thing):
+            thing.load_state_dict(state["state"][name])
+        elif name not in values:
+            logger.warning("the checkpoint has no %s for this rank; it starts anew", name)
+        elif not plain_state.fill(thing, values[name]):
+            raise UsageError(
+                "HT621",
+                f"the checkpoint's {name} does not fit the {type(thing).__name__} of the script",
+                "the same kind, and the same shape of a tensor",
+                "--run-dir DIR for another directory",
+            )
+    random = log = stream = None
+    if len(state["ranks"]) == context.world.world_size:
+        own = state["ranks"][context.world.rank]
+        random, log, stream = own["random"], own.get("log"), own.get("stream")
+        _fill_buffers(context.models, own["buffers"])
+    place = Position(
+        position["step"],
+        position["epoch"],
+        position["epoch_step"],
+        position["rows"],
+        position.get("skipped", 0) * position["world_size"] // context.world.world_size,
+    )
+    kept = {**values, **state["state"]}
+    left = {name: one for name, one in kept.items() if name not in others}
+    on_disk = place if older is None else Position(older) if 0 <= older < step else None
+    return Restored(place, on_disk, random, log, stream, left, list(later.values()))
+
+
+class LaterGroups:
+    """Groups that `add_param_group` added to an optimizer during training, as for unfrozen layers.
+
+    A script that resumes may add them again, or may already be past the place where it did.
+
+    Args:
+        context: context of the training.
+        optimizer: optimizer that has only the first groups.
+        saved: complete saved state of the optimizer.
+        names: for each group, the model index and name of its parameters.
+
+    Attributes:
+        optimizer: optimizer as given.
+        first: saved state of the groups that the optimizer has.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        optimizer: Optimizer,
+        saved: dict[str, Any],
+        names: Sequence[Sequence[tuple[int, str]]],
+    ) -> None:
+        self._parts, self.optimizer, self._saved, self._names = context, optimizer, saved, names
+        groups = saved["param_groups"][: len(optimizer.param_groups)]
+        kept = {number for group in groups for number in group["params"]}
+        state = {number: one for number, one in saved["state"].items() if number in kept}
+        self.first = {**saved, "state": state, "param_groups": groups}
+
+    def take_up(self) -> None:
+        """Add the groups that are still missing, and load all; called before the first step."""
+        there = len(self.optimizer.param_groups)
+        for group, names in zip(
+            self._saved["param_groups"][there:], self._names[there:], strict=True
+        ):
+            models = [dict(model.named_parameters()) for model in self._parts.models]
+            own = [self._parts.precision.master(models[n][name]) for n, name in names]
+            self.optimizer.add_param_group({**group, "params": own})
+            logger.info("%d parameters that were added to the optimizer are again", len(own))
+        self.optimizer.load_state_dict(self._saved)
+
+
+def _later_groups(
+    context: Context, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
+) -> dict[int, LaterGroups]:
+    """Return the groups that optimizers have only in the checkpoint, by index of the optimizer."""
+    names = position.get("groups", [])
+    return {
+        number: LaterGroups(context, optimizer, saved, names[number])
+        for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False))
+        if number < len(names) and len(saved["param_groups"]) > len(optimizer.param_groups)
+    }
+
+
+def _train_again(context: Context, position: Mapping[str, Any]) -> None:
+    """Freeze and unfreeze parameters as they were in the checkpoint."""
+    for model, names in zip(context.models, position.get("trained", ()), strict=False):
+        trained, changed = set(names), []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad != (name in trained):
+                parameter.requires_grad_(name in trained)
+                changed.append(name)
+        if changed:
+            logger.info(
+                "%s and %d more parameters are %s, as in the checkpoint",
+                changed[0],
+                len(changed) - 1,
+                "trained" if changed[0] in trained else "frozen",
+            )
+    # The steps that showed it may all be before the checkpoint.
+    for model, unused in zip(context.models, position.get("unused", ()), strict=False):
+        if unused:
+            context.backend.expect_unused(model)
+
+
+def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor]] | None) -> None:
+    """Load this rank's buffers; None means that the models' state already has them."""
+    for model, buffers in zip(models, own or (), strict=False):
+        there = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in buffers.items():
+                there[name].copy_(value)
+
+
+def _compare(context: Context, directory: RunDirectory, position: Mapping[str, Any]) -> None:
+    """Compare this start with the one that wrote the checkpoint."""
+    if position["global_batch"] != context.batches.global_batch:
+        raise UsageError(
+            "HT620",
+            f"the run in {directory.path} has a global batch of "
+            f"{position['global_batch']}, this start one of {context.batches.global_batch}",
+            "the same global batch, so that its samples go on where they stopped",
+            f"--global-batch {position['global_batch']}",
+        )
+    before, now = position["world_size"], context.world.world_size
+    if before != now and not context.options.elastic:
+        raise UsageError(
+            "HT620",
+            f"the run in {directory.path} has {before} ranks, this start {now}",
+            "as many ranks again, so that its sums have the same order",
+            f"start {before} ranks",
+            f"--elastic, to go on with {now}",
+        )
+
+
+def _rates(context: Context) -> str:
+    """Format the learning rates of all groups, for comparison and messages."""
+    groups = [group for optimizer in context.optimizers for group in optimizer.param_groups]
+    return ", ".join(f"{float(group['lr']):.6g}" for group in groups)
+
+
+def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
+    """Load the state of each object."""
+    if len(states) != len(things):
+        raise UsageError(
+            "HT621",
+            f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
+            "the same script",
+            "--run-dir DIR for another directory",
+        )
+    for thing, state in zip(things, states, strict=True):
+        try:
+            thing.load_state_dict(state)
+        except ValueError as error:  # from an optimizer with other parameter groups
+            raise UsageError(
+                "HT621",
+                f"the checkpoint's {kind} does not fit that of the script: {error}",
+                "the same script, and the same --decay",
+                "--run-dir DIR for another directory",
+            ) from None
+
+
+def _load_newest(
+    context: Context, directory: RunDirectory, memory: MemoryCopies
+) -> tuple[tuple[int, dict[str, Any]] | None, int | None]:
+    """Load the newest state; of two of the same step that in memory.
+
+    Returns:
+        Step and state, or None; and the step of the newest checkpoint on the disk (-1 for none) if
+        the state is not from there.
+    """
+    loaded, copy = None, memory.newest()
+    newest = on_rank_zero(context.backend, lambda: max(directory.steps(), default=-1))
+    if copy is None or newest > copy.step:
+        try:
+            loaded = _load(context, directory)
+        except CheckpointError:
+            if copy is None:
+                raise
+    if copy is None or (loaded is not None and loaded[0] > copy.step):
+        memory.keep_only(None)
+        return loaded, None
+    state = memory.state(copy)
+    sharded_state.joined(context, state)
+    memory.keep_only(copy.step)
+    logger.info("the state of step %d is from the memory of the hosts", copy.step)
+    return (copy.step, state), newest if loaded is None else loaded[0]
+
+
+def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest checkpoint that no rank finds damaged; called by all ranks.
+
+    Each rank reads what it needs of it.
+    """
+    backend, run = context.backend, identity.facts(directory, context.world)["run"]
+    steps = on_rank_zero(backend, lambda: sorted(checkpoint.places(directory)))
+    found = checkpoint.places(directory)
+    unlike = backend.gather_object(max(found, default=-1) != max(steps, default=-1))
+    on_rank_zero(backend, lambda: _refuse_unlike(directory, unlike, steps))
+    for step in reversed(steps):
+        state, damage = None, None
+        try:
+            if step not in found:
+                raise CheckpointError("HT707", f"no step {step} in {directory.checkpoints} here")
+            opened = checkpoint.open_checkpoint(found[step], step, run=run)
+            sharded_state.divide(context, opened.state)
+            state = opened.read()
+        except CheckpointError as error:
+            damage = error.found
+        except Exception as error:  # whatever it is, the other ranks wait for this one
+            damage = f"{found[step]} cannot be loaded ({type(error).__name__}: {error})"
+        # One rank may find a damage in what it alone has read.
+        seen = backend.gather_object(damage)
+        first = on_rank_zero(backend, lambda: next(filter(None, seen), None))  # noqa: B023
+        if first is None and state is not None:
+            return step, state
+        logger.error("%s; trying the previous one", first)
+    if steps:
+        on_rank_zero(backend, lambda: checkpoint.refuse_damaged(directory, len(steps)))
+    return None
+
+
+def _refuse_unlike(directory: RunDirectory, unlike: Sequence[bool], steps: Sequence[int]) -> None:
+    """Raise an error if ranks do not find the newest checkpoint that rank 0 finds."""
+    if any(unlike):
+        raise CheckpointError(
+            "HT622",
+            f"{sum(unlike)} of {len(unlike)} ranks do not find in "
+            f"{directory.path} the checkpoint that rank 0 finds"
+            + (f" (step {steps[-1]})" if steps else " (none)"),
+            "a run directory on a file system that all hosts share",
+            "--run-dir DIR",
+        )
