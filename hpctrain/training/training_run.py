@@ -11,10 +11,6 @@ from typing import Any, Self
 
 from hpctrain import optim
 from hpctrain.cluster import env_vars
-from hpctrain.data import own_loaders
-from hpctrain.data.epochs import begin_epoch, counts_itself, steps_of_epoch
-from hpctrain.data.shared_loader import SharedLoader, weighed
-from hpctrain.data.shared_stream import SharedStream, end_together
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
 from hpctrain.process import random_states, seeds
@@ -31,7 +27,7 @@ from hpctrain.process.phases import (
 )
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder
-from hpctrain.training import identity, prepare
+from hpctrain.training import epoch_batches, identity, prepare
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet
 from hpctrain.training.context import Context
@@ -300,7 +296,11 @@ class Run:
             self._look_around()
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
         random_states.seed(number, context.device, options.seed_everything)
-        iterator, length = self._begin(loader)
+        state, self._stream_state = self._stream_state, None
+        iterator, length = epoch_batches.begin(
+            loader, context, self.epoch, self._batches, state, self._watch.see_samples
+        )
+        self._plan(length)
         self._put_back_random()
         self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
@@ -352,51 +352,6 @@ class Run:
             for _ in self.batches(steps):
                 yield self.step
 
-    def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int | None]:
-        """Return the remaining batches of this epoch, and the number of steps in a full epoch."""
-        context, shared = self._context, None
-        context.stream = None
-        for sampler in context.samplers:  # also those of loaders that the script has wrapped
-            sampler.epoch, sampler.first = self.epoch, 0
-        accumulate, inner = context.batches.accumulate, own_loaders.without_bar(loader)
-        if counts_itself(inner):
-            length: int | None = steps_of_epoch(inner, accumulate)
-        else:
-            shared = self._share(loader, inner)
-            length = shared.steps
-            loader = shared if inner is loader else loader  # a bar has it inside
-        steps = "some" if length is None else length
-        meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps", self._events)
-        self._plan(length)
-        iterator = begin_epoch(loader, context.placement, self._batches)
-        if shared is None:
-            return iterator, length
-        if shared.unequal:
-            iterator = end_together(iterator, context.backend, self._events)
-        return self._looked_at(weighed(iterator, self._events)), length
-
-    def _share(self, loader: Any, inner: Any) -> SharedLoader | SharedStream:
-        """Return a loader of the script as the ranks share it, at its place in this epoch.
-
-        Args:
-            loader: any iterable of batches.
-            inner: what is in the loader, if it is a tqdm bar, else the loader.
-        """
-        context = self._context
-        doing = f"the batches of epoch {self.epoch} of a loader of the script"
-        meet(context.backend, doing, self._events)
-        shared = context.share(inner)
-        own_loaders.check_own(shared.source, context.options, context.batches, shared.parts)
-        state, self._stream_state = self._stream_state, None
-        shared.begin(self.epoch, self._batches, state if self._batches else None)
-        if isinstance(shared, SharedStream):
-            context.stream = shared
-        if inner is not loader:
-            loader.iterable = shared
-            if shared.steps is not None:
-                loader.total = shared.steps * context.batches.accumulate - self._batches
-        return shared
-
     def _look_around(self) -> None:
         """Check what the script has created, before the first batches of a start.
 
@@ -415,17 +370,6 @@ class Run:
         hosts = context.roster.host_names
         meet(context.backend, "the first call of run.batches()", self._events)
         prepare.refuse_other_data(context.backend, hosts, context.datasets)
-
-    def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader created by the script; measure the first one."""
-        first = next(batches, _END)
-        if first is _END:
-            return
-        count = own_loaders.samples(first)
-        if count is not None and self._context.weight == 1.0:  # else a smaller step
-            self._watch.see_samples(count)
-        yield first
-        yield from batches
 
     def _begin_backward(self) -> None:
         """Prepare for the backward pass of a micro-batch; called before it.

@@ -1,0 +1,91 @@
+"""Batches of an epoch: what is left of any loader of a script, on this rank."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hpctrain.data import own_loaders
+from hpctrain.data.epochs import begin_epoch, counts_itself, steps_of_epoch
+from hpctrain.data.shared_loader import SharedLoader, weighed
+from hpctrain.data.shared_stream import SharedStream, end_together
+from hpctrain.training.consensus import meet
+from hpctrain.training.context import Context
+
+__all__ = ["begin"]
+
+
+def begin(
+    loader: Iterable[Any],
+    context: Context,
+    epoch: int,
+    first: int,
+    state: Any,
+    see_samples: Callable[[int], None],
+) -> tuple[Iterator[Any], int | None]:
+    """Return the remaining batches of an epoch, and the number of steps in a full epoch.
+
+    Called by all ranks.
+
+    Args:
+        loader: loader of `session.loader()`, or any other iterable of batches.
+        context: context of the training.
+        epoch: index of the epoch, from 0.
+        first: number of micro-batches of this rank that are done.
+        state: saved state of a loader of the script; None without one.
+        see_samples: called with the number of samples in the first batch of a loader of the script.
+    """
+    events, shared = context.events, None
+    context.stream = None
+    for sampler in context.samplers:  # also those of loaders that the script has wrapped
+        sampler.epoch, sampler.first = epoch, 0
+    inner = own_loaders.without_bar(loader)
+    if counts_itself(inner):
+        length: int | None = steps_of_epoch(inner, context.batches.accumulate)
+    else:
+        shared = _share(loader, inner, context, epoch, first, state)
+        length = shared.steps
+        loader = shared if inner is loader else loader  # a bar has it inside
+    steps = "some" if length is None else length
+    meet(context.backend, f"the batches of epoch {epoch}, {steps} steps", events)
+    iterator = begin_epoch(loader, context.placement, first)
+    if shared is None:
+        return iterator, length
+    if shared.unequal:
+        iterator = end_together(iterator, context.backend, events)
+    return _looked_at(weighed(iterator, events), context, see_samples), length
+
+
+def _share(
+    loader: Any, inner: Any, context: Context, epoch: int, first: int, state: Any
+) -> SharedLoader | SharedStream:
+    """Return a loader of the script as the ranks share it, at its place in this epoch.
+
+    Args:
+        loader: any iterable of batches.
+        inner: what is in the loader, if it is a tqdm bar, else the loader.
+        context, epoch, first, state: as for `begin`.
+    """
+    doing = f"the batches of epoch {epoch} of a loader of the script"
+    meet(context.backend, doing, context.events)
+    shared = context.share(inner)
+    own_loaders.check_own(shared.source, context.options, context.batches, shared.parts)
+    shared.begin(epoch, first, state if first else None)
+    if isinstance(shared, SharedStream):
+        context.stream = shared
+    if inner is not loader:
+        loader.iterable = shared
+        if shared.steps is not None:
+            loader.total = shared.steps * context.batches.accumulate - first
+    return shared
+
+
+def _looked_at(
+    batches: Iterator[Any], context: Context, see_samples: Callable[[int], None]
+) -> Iterator[Any]:
+    """Yield the batches of a loader created by the script; measure the first one."""
+    for first in batches:
+        count = own_loaders.samples(first)
+        if count is not None and context.weight == 1.0:  # else a smaller step
+            see_samples(count)
+        yield first
+        break
+    yield from batches
