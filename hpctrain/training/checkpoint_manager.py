@@ -16,9 +16,10 @@ from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.rundir.lock import Lock
+from hpctrain.training import identity
 from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 from hpctrain.training.context import Context
+from hpctrain.training.journal import RunJournal
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.sharded_state import held
@@ -40,9 +41,7 @@ class CheckpointManager:
         context: context of the training.
         replicas: check that all ranks have the same state.
         others: objects that the user added to the state, by name.
-        directory: run directory.
-        lock: lock on the run directory at rank 0; None on the other ranks.
-        facts: JSON values for the manifests.
+        journal: journal of the run, with its directory and the lock on it.
         saved: newest position on the disk at which the run was resumed; None for a new run.
         memory: copies in memory; None without them.
 
@@ -56,27 +55,26 @@ class CheckpointManager:
         context: Context,
         replicas: ReplicaCheck,
         others: Mapping[str, Any],
-        directory: RunDirectory,
-        lock: Lock | None,
-        facts: Mapping[str, Any],
+        journal: RunJournal,
         saved: Position | None,
-        memory: MemoryCopies | None = None,
+        memory: MemoryCopies | None,
     ) -> None:
         self._memory = memory
         self.memory_every = 0 if memory is None else context.options.memory_checkpoint_every
-        self._context, self._others, self._facts = context, others, facts
+        self._context, self._others = context, others
+        self._facts = identity.facts(journal.directory, context.world)
         self._replicas = replicas
         self.saved = saved
         self._first = saved
         self._taken: list[Position] = []  # positions saved since then, the newest last
         self._replaced: ReplacedError | None = None
-        options = context.options
+        options, lock = context.options, journal.lock
         self._writer = Writer(
-            directory,
+            journal.directory,
             keep=options.keep_checkpoints,
             best=options.keep_best,
             commit=nullcontext if lock is None else lock.commit,
-            team=_team(context, directory),
+            team=_team(context, journal.directory),
         )
         self._since = time.monotonic()
 

@@ -23,7 +23,7 @@ from hpctrain.errors import GivenUpError, UsageError, exit_codes
 from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
 
-__all__ = ["claim", "facts", "is_again", "note_start", "refuse_fruitless"]
+__all__ = ["claim", "facts", "is_again", "note_start", "of_run", "refuse_fruitless"]
 
 FORMAT = 1
 # Values that identify a run; all others may change from one start to the next. `data` is None if
@@ -151,12 +151,13 @@ def _finished(directory: RunDirectory, options: Options) -> bool:
 
 def facts(directory: RunDirectory, world: World) -> dict[str, Any]:
     """Return the facts about a run for the manifest of each checkpoint."""
+    return {"run": of_run(directory), "world": asdict(world), "versions": _versions()}
+
+
+def of_run(directory: RunDirectory) -> dict[str, Any]:
+    """Return the values that identify a run, as they are in the manifests of its checkpoints."""
     record = directory.read(directory.identity) or {}
-    return {
-        "run": {name: record.get(name) for name in _IDENTITY},
-        "world": asdict(world),
-        "versions": _versions(),
-    }
+    return {name: record.get(name) for name in _IDENTITY}
 
 
 def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int) -> None:

@@ -120,7 +120,7 @@ class RunJournal:
             return
         try:
             with self.lock.commit():
-                self._sum_up(error, date, facts())
+                self._sum_up(error, date, facts)
         except OSError as full:
             logger.error("%s could not be written: %s", self.directory.summary, full)
         except CheckpointError as replaced:
@@ -138,7 +138,9 @@ class RunJournal:
             self._stderr = None
         remove_log_file(self._log)
 
-    def _sum_up(self, error: BaseException | None, date: float, facts: Mapping[str, Any]) -> None:
+    def _sum_up(
+        self, error: BaseException | None, date: float, facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
         """Write summary.json, and print a short table if the run is done."""
         context, code = self._context, code_of(error)
         if isinstance(error, GivenUpError):
@@ -153,7 +155,7 @@ class RunJournal:
             "world_size": context.world.world_size,
             "backend": context.backend.name,
             "precision": context.precision.name,
-            **facts,
+            **facts(),
             **(effective.as_json() if effective else {}),
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")

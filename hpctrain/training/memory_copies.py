@@ -21,6 +21,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.process import failure_record, shared_memory
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
+from hpctrain.training import identity
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 
@@ -51,7 +52,6 @@ class MemoryCopies:
     Args:
         context: context of the training.
         directory: run directory.
-        run: value of `run` in the manifests of this run.
         env: environment variables, for $HPCTRAIN_MEMORY, $HPCTRAIN_START and $HPCTRAIN_EVIDENCE.
 
     Attributes:
@@ -62,13 +62,13 @@ class MemoryCopies:
         self,
         context: Context,
         directory: RunDirectory,
-        run: Mapping[str, Any],
         env: Mapping[str, str],
     ) -> None:
         world = context.world
         assert world.hosts is not None
         assert world.node_rank is not None
-        self._backend, self._directory, self._run, self._env = context.backend, directory, run, env
+        self._backend, self._directory, self._env = context.backend, directory, env
+        self._run = identity.of_run(directory)
         self._folder = Path(env[env_vars.MEMORY])
         self._divided = context.backend.sharded
         host = world.hosts[world.node_rank]
@@ -90,13 +90,12 @@ class MemoryCopies:
         cls,
         context: Context,
         directory: RunDirectory,
-        run: Mapping[str, Any],
         env: Mapping[str, str],
     ) -> "MemoryCopies | None":
         """Return the copies of a run; None if there are none to be.
 
         Args:
-            context, directory, run, env: as for the class.
+            context, directory, env: as for the class.
         """
         if not context.options.memory_checkpoint_every:
             return None
@@ -107,7 +106,7 @@ class MemoryCopies:
                     "starts ranks again on the same hosts"
                 )
             return None
-        return cls(context, directory, run, env)
+        return cls(context, directory, env)
 
     def newest(self) -> Copy | None:
         """Load and return the newest whole copy that any host has; called by all ranks."""

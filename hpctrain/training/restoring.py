@@ -298,7 +298,7 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
 
     Each rank reads what it needs of it.
     """
-    backend, run = context.backend, identity.facts(directory, context.world)["run"]
+    backend, run = context.backend, identity.of_run(directory)
     steps = on_rank_zero(backend, lambda: sorted(checkpoint.places(directory)))
     found = checkpoint.places(directory)
     unlike = backend.gather_object(max(found, default=-1) != max(steps, default=-1))

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +27,10 @@ from hpctrain.process.phases import (
 )
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder
-from hpctrain.training import epoch_batches, identity, prepare
+from hpctrain.training import epoch_batches, prepare
+from hpctrain.training.agreement import Agreement
 from hpctrain.training.checkpoint_manager import CheckpointManager
-from hpctrain.training.consensus import Consensus, meet
+from hpctrain.training.consensus import meet
 from hpctrain.training.context import Context
 from hpctrain.training.gradient_guard import watch_clipping
 from hpctrain.training.gradients import Gradients
@@ -37,10 +38,10 @@ from hpctrain.training.journal import RunJournal, code_of
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
-from hpctrain.training.preemption import REASONS, Stopped
+from hpctrain.training.preemption import Stopped
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.restoring import LaterGroups, Restored, restore
-from hpctrain.training.state import Position, refuse_stateless, refuse_streak
+from hpctrain.training.state import Position, refuse_stateless
 
 __all__ = ["Run"]
 
@@ -63,7 +64,14 @@ class Run:
     """
 
     directory: RunDirectory
+    # Made as the run opens, in this order; an error may come between them.
+    _journal: RunJournal
+    _watchdog: Watchdog
+    _monitor: Monitor
     _metrics: Metrics
+    _replicas: ReplicaCheck
+    _checkpoints: CheckpointManager
+    _agreement: Agreement
 
     def __init__(
         self, context: Context, gradients: Gradients, state: dict[str, Any], name: str | None
@@ -89,14 +97,8 @@ class Run:
         self._stream_state: Any = None  # saved state of a script's own loader, until it begins
         self._begun = False  # whether the loop has requested the batches of this epoch
         self._cut_short = False  # whether --max-steps ended the current epoch early
-        self._stop: str | None = None  # why all ranks stop, after their consensus
-        self._asking = ""  # the rank that asked for it, if only one did
-        self._paused, self._pause = time.monotonic(), 0.0  # end of last batches; longest time after
+        self._paused = time.monotonic()  # end of the last batches
         self._undo = ExitStack()  # restores what a run changes in its process
-        self._journal: RunJournal | None = None
-        self._checkpoints: CheckpointManager | None = None
-        self._watchdog: Watchdog | None = None
-        self._monitor: Monitor | None = None
         self._recorder: Recorder | None = None
         self._events = context.events
 
@@ -128,36 +130,29 @@ class Run:
         )
         self._monitor = monitor = Monitor(context, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()
-        facts = identity.facts(self.directory, context.world)
-        memory = MemoryCopies.of_run(context, self.directory, facts["run"], os.environ)
+        memory = MemoryCopies.of_run(context, self.directory, os.environ)
         resumed = restore(context, self.directory, self._state, memory)
-        position = resumed.position if resumed else None
+        position, on_disk = (resumed.position, resumed.on_disk) if resumed else (None, None)
         if resumed is not None:
             self._go_on(resumed)
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
         self._replicas = ReplicaCheck(context, watchdog.seconds, self.step, resumed is not None)
         self._recorder = journal.recorder
-        on_disk = resumed.on_disk if resumed else None
         self._checkpoints = CheckpointManager(
-            context,
-            self._replicas,
-            self._state,
-            self.directory,
-            journal.lock,
-            facts,
-            on_disk,
-            memory,
+            context, self._replicas, self._state, journal, on_disk, memory
         )
         if resumed is not None and resumed.log is not None:
             self._metrics.load_state_dict(resumed.log)
-        self._consensus = Consensus(context.backend)
+        self._agreement = agreement = Agreement(
+            context, self._metrics, self._replicas, self._checkpoints, monitor
+        )
         logger.info("run directory %s", self.directory.path)
-        self._agree("the beginning of the run")
+        agreement.now("the beginning of the run", self.step, self.epoch)
         # A state from memory alone is first saved, after its next step.
-        if self._stop is not None and on_disk == position:
+        if agreement.stop is not None and on_disk == position:
             context.preemption.obeyed(self.directory)
-            raise Stopped(f"{self._stop}, before the first step", os.environ)
+            raise Stopped(f"{agreement.stop}, before the first step", os.environ)
         monitor.begin(self.step)
         watchdog.step = self.step
         self._events.phase = monitor.beside(watchdog.heartbeat)
@@ -259,7 +254,8 @@ class Run:
             if not self._cut_short:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
-            self._pause = max(self._pause, time.monotonic() - self._paused)
+            pause = time.monotonic() - self._paused
+            self._agreement.longest_pause = max(self._agreement.longest_pause, pause)
             self.save()
             self._stop_here()
 
@@ -298,11 +294,11 @@ class Run:
         random_states.seed(number, context.device, options.seed_everything)
         state, self._stream_state = self._stream_state, None
         iterator, length = epoch_batches.begin(
-            loader, context, self.epoch, self._batches, state, self._watch.see_samples
+            loader, context, self.epoch, self._batches, state, self._monitor.see_samples
         )
         self._plan(length)
         self._put_back_random()
-        self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
+        self._monitor.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
         limit = sys.maxsize if options.max_steps is None else options.max_steps
         phase = self._events.phase
@@ -329,7 +325,7 @@ class Run:
         finally:
             phase(IDLE)
             self._paused = time.monotonic()
-            self._watch.end_batches(self.step)
+            self._monitor.end_batches(self.step)
 
     def steps(self, number: int) -> Iterator[int]:
         """Iterate over the remaining steps of a loop that draws its batches itself.
@@ -396,7 +392,6 @@ class Run:
         if self._context.stepped or not self._in_hand:
             return
         self._context.stepped = True
-        assert self._watchdog is not None
         self.step = self._watchdog.step = self.step + 1
         self._epoch_step += 1
 
@@ -419,35 +414,28 @@ class Run:
         if not stepped:
             return
         context.stepped, self._index = False, 0
-        # Not through the properties below: each of them would add a call to every step.
-        monitor, saving = self._monitor, self._checkpoints
-        assert monitor is not None
-        assert saving is not None
-        monitor.step(self.step)
+        self._monitor.step(self.step)
         self._metrics.end_step(self.step, self.epoch)
         if self.step % context.options.log_every == 0:
             self._end_row()
         overdue = False
-        replicas = self._replicas
-        if self._consensus.due(self.step >= replicas.forced):
+        if self._agreement.due(self.step >= self._replicas.forced):
             self._events.phase(AGREEING)
-            values = {**self._values(), **replicas.values(self.step)}
-            sums = self._consensus.step(values, self._doing())
-            overdue = sums is not None and self._act_on(sums)
+            overdue = self._agreement.step(self.step, self.epoch)
             if self._recorder is not None:
                 self._recorder.step(self.step)
         if self._compares:
             self._events.phase(UPDATING)  # here the ranks wait for each other
             if self._compares == _FIRST_STEPS and self._recorder is not None:
-                assert self._watchdog is not None
                 self._recorder.trained(sum(AFTER_LOADING(self._watchdog.seconds)))
             self._compares -= 1
-            replicas.compare(self.step)
+            self._replicas.compare(self.step)
+        saving = self._checkpoints
         if overdue or saving.due(self.step):
             self.save()
         elif saving.memory_every and self.step % saving.memory_every == 0:
             self._save(to_disk=False)
-        if self._stop is not None:
+        if self._agreement.stop is not None:
             self._stop_here()
 
     def _drop_rest(self) -> None:
@@ -462,89 +450,30 @@ class Run:
                 self.epoch,
             )
 
-    def _values(self) -> dict[str, float]:
-        """Return this rank's values for the consensus: stop requests, failures, what is due."""
-        context = self._context
-        asked = context.preemption.asked(self._save_margin())
-        self._metrics.offer()
-        return {
-            **{reason: float(reason == asked) for reason in REASONS},
-            _ASKING: float(context.world.rank if asked else 0),
-            _NOT_FINITE: 1.0
-            * (context.precision.nonfinite.streak >= context.options.max_nonfinite),
-            _NOT_WRITTEN: float(self._saves.failed()),
-            _NO_ROOM: float(self._saves.no_room()),
-            _OVERDUE: float(self._saves.overdue()),
-            _MEASURED: float(self._watch.due()),
-        }
-
-    def _doing(self) -> str:
-        """Describe what this rank does, for error messages; the same on all ranks."""
-        return f"step {self.step} of epoch {self.epoch}, logged {self._metrics.waiting()}"
-
-    def _agree(self, what: str) -> None:
-        """Wait for all ranks, and act on their consensus.
-
-        Args:
-            what: purpose of the exchange, for error messages.
-        """
-        meet(self._context.backend, f"{what}, {self._doing()}")
-        self._act_on(self._consensus.now(self._values(), self._doing()))
-
-    def _act_on(self, sums: Mapping[str, float]) -> bool:
-        """Act on the consensus, in the same way on all ranks; return whether a checkpoint is due.
-
-        Raises:
-            NonFiniteError: too many steps in a row had no finite numbers.
-            ReplicaError: the ranks do not have the same weights any more.
-        """
-        for _ in range(self._consensus.received):
-            self._metrics.accept()
-        self._replicas.judge(sums)
-        if sums[_NOT_FINITE]:
-            refuse_streak(self._context, sums[_NOT_FINITE], self.step, self._saves.saved)
-        if sums[_NOT_WRITTEN]:
-            self._saves.lost()
-        if sums[_NO_ROOM]:
-            self._saves.end_memory()
-        if self._stop is None:
-            self._stop = next((reason for reason in REASONS if sums[reason]), None)
-            ranks = sum(map(sums.__getitem__, REASONS))
-            if self._stop and self._stop.startswith("SIG") and ranks == 1:
-                self._asking = f" (rank {sums[_ASKING]:.0f})"
-        self._metrics.poll()
-        self._watch.exchange_timings(sums[_MEASURED] > 0, self.step, self.epoch)
-        return sums[_OVERDUE] > 0
-
     def _stop_here(self) -> None:
         """Save and leave the run if the consensus is to stop."""
-        if self._stop is None:
+        agreement = self._agreement
+        if agreement.stop is None:
             return
-        reason, where = self._stop, "from here"
-        if self._position() != self._saves.saved:
+        reason, where = agreement.stop, "from here"
+        if self._position() != self._checkpoints.saved:
             self.save()
         self._events.phase(SAVING)
-        self._watch.finish(self.step, self.epoch)
+        self._monitor.finish(self.step, self.epoch)
         try:
-            self._saves.finish()
+            self._checkpoints.finish()
         except ReplacedError:
             raise
         except CheckpointError as error:
             # Still stop: a later start repeats some steps, but a failure would end the training.
-            self._saves.lost()
-            saved = self._saves.saved
+            self._checkpoints.lost()
+            saved = self._checkpoints.saved
             where = f"from step {saved.step if saved else 0}"
             reason = f"{reason}; {error.found}"
         self._context.preemption.obeyed(self.directory)
-        by = f"{self._stop}{self._asking}"
+        by = f"{agreement.stop}{agreement.asking}"
         logger.info("stopped by %s at step %d; --resume goes on %s", by, self.step, where)
         raise Stopped(f"{reason}, after step {self.step}", os.environ)
-
-    def _save_margin(self) -> float:
-        """Return how many seconds before the end of the job's time the run has to stop."""
-        return self._pause + (
-            self._checkpoints.save_margin() if self._checkpoints is not None else 0.0
-        )
 
     def log(self, **values: Any) -> None:
         """Log numbers under names.
@@ -599,11 +528,11 @@ class Run:
     def _save(self, to_disk: bool) -> None:
         """Save to the disk and to memory, or to memory alone; called by all ranks."""
         self._events.phase(WAITING)
-        self._agree("a checkpoint")
+        self._agreement.now("a checkpoint", self.step, self.epoch)
         self._events.phase(SAVING)
         self._metrics.flush()
         metrics, log = self._metrics.at(self.step), self._metrics.state_dict()
-        self._saves.save(self._position(), metrics, log, to_disk)
+        self._checkpoints.save(self._position(), metrics, log, to_disk)
         if self._recorder is not None:
             self._recorder.saved(self.step)
         self._events.phase(IDLE)
@@ -618,16 +547,6 @@ class Run:
             random_states.put_back(self._random, self._context.device)
             self._random = None
 
-    @property
-    def _saves(self) -> CheckpointManager:
-        assert self._checkpoints is not None
-        return self._checkpoints
-
-    @property
-    def _watch(self) -> Monitor:
-        assert self._monitor is not None
-        return self._monitor
-
     def _enough(self) -> bool:
         limit = self._context.options.max_steps
         return limit is not None and self.step >= limit
@@ -641,7 +560,7 @@ class Run:
             logger.info("learning rate: %s", schedule.describe())
 
     def _end_row(self) -> None:
-        context, tail = self._context, self._watch.lap(self.step)
+        context, tail = self._context, self._monitor.lap(self.step)
         if context.optimizers:
             groups = context.optimizers[0].param_groups
             tail = {"lr": max(float(group["lr"]) for group in groups), **tail}
@@ -657,10 +576,9 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self._stop is not None and code_of(error) == exit_codes.DONE:
-                # The script has caught the exception that ends it, as `except BaseException` does.
-                self._stop_here()
             if code_of(error) == exit_codes.DONE and not self.finished:
+                # The script may have caught the exception that ends it, by `except BaseException`.
+                self._stop_here()
                 self._finish()
         except BaseException as late:
             self._close(late)
@@ -671,16 +589,16 @@ class Run:
         """End the training: save the last step, and write all rows of metrics."""
         self._settle()
         self._drop_rest()
-        saved = self._saves.saved
+        saved = self._checkpoints.saved
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
         self._metrics.end_row()
         self._events.phase(WAITING)
-        self._agree("the end of the run")
+        self._agreement.now("the end of the run", self.step, self.epoch)
         self._events.phase(SAVING)
         self._metrics.flush()
-        self._watch.finish(self.step, self.epoch)
-        self._saves.finish()
+        self._monitor.finish(self.step, self.epoch)
+        self._checkpoints.finish()
 
     def _close(self, error: BaseException | None) -> None:
         """Release everything; writes that are under way are completed.
@@ -688,22 +606,22 @@ class Run:
         Each part is closed even if the one before fails. The summary is written and the directory
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
-        date = time.time()
+        date, opened = time.time(), vars(self)
         self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)
-            if self._journal is not None:
+            if "_journal" in opened:
                 turns.callback(self._journal.drop_logs)
-            if self._monitor is not None:
+            if "_monitor" in opened:
                 turns.callback(self._monitor.close_trackers, code_of(error))
             turns.callback(self._context.preemption.end)
-            if self._journal is not None:
+            if "_journal" in opened:
                 turns.callback(self._journal.close, error, date, self._facts)
-            if self._monitor is not None:
+            if "_monitor" in opened:
                 turns.callback(self._monitor.close, self.step)
-            if self._watchdog is not None:
+            if "_watchdog" in opened:
                 turns.callback(self._watchdog.close)
-            if self._checkpoints is not None:
+            if "_checkpoints" in opened:
                 done = code_of(error) in (exit_codes.DONE, exit_codes.STOPPED)
                 turns.callback(self._checkpoints.close, done)
 
@@ -712,7 +630,7 @@ class Run:
         return {
             "step": self.step,
             "epoch": self.epoch,
-            **(self._monitor.facts() if self._monitor is not None else {}),
+            **self._monitor.facts(),
             "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
 
@@ -722,9 +640,5 @@ _UNNAMED = {"": "run", "-c": "run", "-": "run", "ipykernel_launcher": "notebook"
 
 # A mistake in the loop shows in the first steps; later, ranks wait for this only to save.
 _FIRST_STEPS = 2
-
-# Names of the values that the ranks exchange besides the reasons to stop.
-_NOT_FINITE, _NOT_WRITTEN, _NO_ROOM = "not finite", "not written", "no room"
-_OVERDUE, _MEASURED, _ASKING = "overdue", "measured", "asking"
 
 _END = object()
