@@ -22,6 +22,7 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import GivenUpError, UsageError, exit_codes
 from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
+from hpctrain.training.context import Context
 
 __all__ = ["claim", "facts", "is_again", "note_start", "of_run", "refuse_fruitless"]
 
@@ -31,23 +32,13 @@ FORMAT = 1
 _IDENTITY = ("name", "data", "model")
 
 
-def claim(
-    name: str,
-    models: Sequence[nn.Module],
-    options: Options,
-    world: World,
-    job: Allocation | None,
-    env: Mapping[str, str],
-) -> tuple[RunDirectory, Lock | None]:
+def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirectory, Lock | None]:
     """Find or create the run directory, and lock it; called by rank 0 only.
 
     Args:
         name: name of the run.
-        models: prepared models, whose weights identify the run.
-        options: options of the session; `run`, `resume`, `elastic`, `data`, `epochs` and
-            `max_steps` are used.
-        world: world of the session, for run.json.
-        job: job of the scheduler, for the default name and the restart count.
+        context: context of the training. Its models identify the run, by the names and shapes of
+            their weights; its job gives the default name and the restart count.
         env: environment variables, for $HPCTRAIN_RUN_DIR and the lock.
 
     Returns:
@@ -58,7 +49,8 @@ def claim(
         UsageError: the directory has a run and `--resume` was not given; it has another run or
             foreign files; it cannot be written; or another start uses it.
     """
-    own = {"name": name, "data": options.data, "model": _signature(models)}
+    options, job = context.options, context.allocation
+    own = {"name": name, "data": options.data, "model": _signature(context.models)}
     resume = options.resume
     if resume is None:
         resume = options.elastic or is_again(env) or (job is not None and job.restart_count > 0)
@@ -75,7 +67,7 @@ def claim(
     lock = Lock.take(directory, job, env)
     if before is not None:
         return directory, lock
-    about = {"format": FORMAT, **own, "created": time.time(), "world": asdict(world)}
+    about = {"format": FORMAT, **own, "created": time.time(), "world": asdict(context.world)}
     try:
         create(directory.identity, json.dumps(about, indent=1) + "\n")
     except OSError as error:
@@ -215,47 +207,36 @@ def _refuse_other_files(directory: RunDirectory) -> None:
         )
 
 
-def note_start(
-    directory: RunDirectory,
-    options: Options,
-    own: Mapping[str, Any],
-    device: torch.device,
-    world: World,
-    job: Allocation | None,
-    step: int,
-) -> None:
+def note_start(directory: RunDirectory, context: Context, step: int) -> None:
     """Append the command, options, versions and step of this start to starts.jsonl.
 
     Args:
         directory: run directory.
-        options: options that all scripts share.
-        own: options of the script itself, by name.
-        device: device of rank 0.
-        world, job: world and job of this start.
+        context: context of the training at rank 0.
         step: step at which this start continues.
     """
-    cuda = device.type == "cuda"
+    device, job = context.device, context.allocation
     line = {
         "time": time.time(),
         "command": sys.argv,
-        "options": asdict(options),
-        "own_options": own,
+        "options": asdict(context.options),
+        "own_options": context.own_options,
         "step": step,
-        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": _versions(),
-        "commit": os.environ.get(env_vars.COMMIT) or _commit(Path(sys.argv[0]).resolve().parent),
-        "world": asdict(world),
+        "commit": os.environ.get(env_vars.COMMIT) or _commit(),
+        "world": asdict(context.world),
         "job": asdict(job) if job else None,
         "start": os.environ.get(env_vars.START),
     }
     append(directory.starts, json.dumps(line, default=str))
 
 
-def _commit(folder: Path) -> str | None:
-    """Return the commit of a folder, with -dirty if its files differ from it."""
-    return commands.git(
-        folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-dirty"
-    )
+def _commit() -> str | None:
+    """Return the commit of the script's folder, with -dirty if its files differ from it."""
+    folder = Path(sys.argv[0]).resolve().parent
+    describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-dirty"
+    return commands.git(folder, *describe)
 
 
 def _versions() -> dict[str, str]:

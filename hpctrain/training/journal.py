@@ -57,10 +57,7 @@ class RunJournal:
         self._stderr = StderrCapture(log) if context.backend.captures_stderr else None
 
     def _claim(self, name: str) -> tuple[str, bool, str]:
-        context = self._context
-        directory, self.lock = identity.claim(
-            name, context.models, context.options, context.world, context.allocation, os.environ
-        )
+        directory, self.lock = identity.claim(name, self._context, os.environ)
         return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
 
     def begin(self, step: int, rows: int) -> Metrics:
@@ -79,15 +76,7 @@ class RunJournal:
         def note() -> None:
             identity.refuse_fruitless(self.directory, context.allocation, step)
             try:
-                identity.note_start(
-                    self.directory,
-                    context.options,
-                    context.own_options,
-                    context.device,
-                    context.world,
-                    context.allocation,
-                    step,
-                )
+                identity.note_start(self.directory, context, step)
                 self.directory.summary.unlink(missing_ok=True)
                 trim(self.directory, rows)
                 again = identity.is_again(os.environ)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain import checkpoint, optim
-from hpctrain.arguments import Batches, Options
+from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
 from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.transparent import Transparent
@@ -26,6 +26,7 @@ from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
 from hpctrain.training import activation_checkpointing
 from hpctrain.training.consensus import on_all_ranks, on_rank_zero
+from hpctrain.training.context import Context
 
 __all__ = [
     "check_compiler",
@@ -90,24 +91,18 @@ def check_weights(options: Options, rank: int) -> None:
         checkpoint.check_weights(Path(options.init_from))
 
 
-def prepare_model(
-    model: nn.Module,
-    number: int,
-    backend: Backend,
-    precision: Precision,
-    placement: Placement,
-    options: Options,
-) -> nn.Module:
+def prepare_model(model: nn.Module, context: Context) -> nn.Module:
     """Prepare a model for training with the other ranks, with the weights of rank 0.
 
     Args:
         model: model, changed in place.
-        number: index of the model among the prepared ones, from 0.
-        backend, precision, placement, options: parts of the session.
+        context: context of the training, with the models that were prepared before.
 
     Raises:
         UsageError: the model does not fit the file of `--init-from`.
     """
+    backend, options, placement = context.backend, context.options, context.placement
+    number = len(context.models)
     unfilled = on_meta(model) if placement.device.type != "meta" else []
     if unfilled:
         _refuse_without_values(model, unfilled, options)
@@ -125,7 +120,7 @@ def prepare_model(
     theirs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if options.sync_batchnorm or theirs:
         sync_batchnorm.convert(model, backend)
-    precision.convert(model)
+    context.precision.convert(model)
     if options.activation_checkpointing:
         activation_checkpointing.apply(model, options.fsdp_blocks)
     if options.compile:
@@ -187,22 +182,19 @@ def _refuse_without_values(model: nn.Module, unfilled: Sequence[str], options: O
         )
 
 
-def prepare_optimizer(
-    optimizer: Optimizer, models: Sequence[nn.Module], options: Options, batches: Batches
-) -> None:
+def prepare_optimizer(optimizer: Optimizer, context: Context) -> None:
     """Apply the options for weight decay and learning rate to an optimizer.
 
     Args:
         optimizer: optimizer, changed in place.
-        models: prepared models.
-        options: options of the session.
-        batches: batches of the session, for the global batch.
+        context: context of the training.
 
     Raises:
         UsageError: the optimizer has parameters of no prepared model, or has a scheduler
             that has already read values which an option changes.
     """
-    known = {parameter for model in models for parameter in model.parameters()}
+    options, batches = context.options, context.batches
+    known = {parameter for model in context.models for parameter in model.parameters()}
     unprepared = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     if unprepared:
         raise UsageError(
@@ -221,7 +213,7 @@ def prepare_optimizer(
             "model, optimizer = session.prepare(model, optimizer), then schedule = …(optimizer)",
         )
     if options.decay == "weights":
-        freed = optim.split(optimizer, models)
+        freed = optim.split(optimizer, context.models)
         logger.info("no weight decay on %d norms and biases", freed)
     if options.lr_scaling != "none":
         factor = optim.scale(options.lr_scaling, batches.global_batch, options.lr_reference_batch)
@@ -354,7 +346,7 @@ def check_schedule(schedule: optim.Schedule, optimizers: Sequence[Optimizer]) ->
         )
 
 
-def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence[Any]) -> None:
+def refuse_other_data(context: Context) -> None:
     """Compare the data sets of all ranks with those of rank 0; called by all ranks.
 
     Each rank takes its part of an order that is computed from the length. If the copy on one host
@@ -362,14 +354,13 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
     ranks have different numbers of data sets, there is no comparison.
 
     Args:
-        backend: backend of the session.
-        hosts: host of each rank.
-        datasets: data sets of the session's loaders, in the order in which they were created.
+        context: context of the training.
 
     Raises:
         UsageError: a rank has different data sets.
     """
-    seen = backend.gather_object([(len(dataset), _classes(dataset)) for dataset in datasets])
+    own = [(len(dataset), _classes(dataset)) for dataset in context.datasets]
+    seen, hosts = context.backend.gather_object(own), context.roster.host_names
 
     def compare() -> None:
         for rank, theirs in enumerate(seen):
@@ -388,7 +379,7 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
                         "copy the same files to every host; to compare: find PATH -type f | wc -l",
                     )
 
-    on_rank_zero(backend, compare)
+    on_rank_zero(context.backend, compare)
 
 
 def _classes(dataset: Any) -> str:

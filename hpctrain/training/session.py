@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -120,7 +121,8 @@ class Session(Collectives):
         self.backend, self.workers = context.backend, context.workers
         self.placement = context.placement
         self._events = context.events
-        self._events.weight, self._events.exchange = self._weigh, self._meet
+        self._events.weight = partial(setattr, context, "weight")
+        self._events.exchange = self._meet
         self._events.evaluation, self._events.exhausted = self._align, self._take_part
         if given.get("batch_size", 0) is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
@@ -209,24 +211,14 @@ class Session(Collectives):
         for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):
                 known = [one for one in models if thing in (one, prepare.inner(one))]
-                if known:
-                    prepared[place] = known[0]
-                    continue
-                model = prepare.prepare_model(
-                    thing,
-                    len(models),
-                    self.backend,
-                    self.precision,
-                    self.placement,
-                    self.options,
-                )
-                prepared[place] = model
-                models.append(model)
+                if not known:
+                    models.append(prepare.prepare_model(thing, context))
+                prepared[place] = known[0] if known else models[-1]
         self.backend.broadcast(self.precision.masters())
         for thing in things:
             if isinstance(thing, Optimizer) and thing not in optimizers:
                 self.backend.adopt(thing)
-                prepare.prepare_optimizer(thing, models, self.options, self.batches)
+                prepare.prepare_optimizer(thing, context)
                 self.precision.adopt(thing)
                 prepare.share_state(thing, self.backend)
                 for other in prepare.replaced(thing, optimizers):
@@ -440,9 +432,6 @@ class Session(Collectives):
     def weight(self, weight: float) -> None:
         self._context.weight = weight
 
-    def _weigh(self, weight: float) -> None:
-        self._context.weight = weight
-
     def _meet(self, doing: str) -> None:
         """Wait for all ranks before an exchange that belongs to an evaluation."""
         meet(self.backend, doing, self._events, EVALUATING)
@@ -513,20 +502,18 @@ class Session(Collectives):
         if isinstance(error, Stopped):
             self.close(exit_codes.STOPPED, error.reason, error.together)
             self.preemption.hand_on()
-        elif error is None or (isinstance(error, SystemExit) and not error.code):
+            return
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
-        elif explained := self.backend.explain(error):
-            failure_record.note_failure(self.world.rank, explained, os.environ)
-            self.close(explained.exit_code, explained.found)
+            return
+        explained = self.backend.explain(error)
+        failure = explained or error
+        failure_record.note_failure(self.world.rank, failure, os.environ)
+        if isinstance(failure, HpctrainError):
+            self.close(failure.exit_code, failure.found)
+        elif isinstance(failure, SystemExit) and isinstance(failure.code, int):
+            self.close(failure.code, f"the script left with {failure.code}")
+        else:
+            self.close(exit_codes.FAILED, f"{type(failure).__name__}: {failure}")
+        if explained:
             raise explained from None
-        else:
-            failure_record.note_failure(self.world.rank, error, os.environ)
-            self._close_after(error)
-
-    def _close_after(self, error: BaseException) -> None:
-        if isinstance(error, HpctrainError):
-            self.close(error.exit_code, error.found)
-        elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            self.close(error.code, f"the script left with {error.code}")
-        else:
-            self.close(exit_codes.FAILED, f"{type(error).__name__}: {error}")

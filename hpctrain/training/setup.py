@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hpctrain import backends, precision, rendezvous
 from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, StartError, UsageError
-from hpctrain.precision import Precision
 from hpctrain.process import device, file_limit
 from hpctrain.process.determinism import Determinism
 from hpctrain.process.logging import logger
@@ -30,16 +28,6 @@ __all__ = ["open_ranks"]
 # the collective times out later, with time to spare: the watchdog may be late, as it does not count
 # time in which it could not run.
 _SECONDS_TO_BLAME = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Equipment:
-    """Device, precision and settings of a rank before the rendezvous."""
-
-    device: torch.device
-    precision: Precision
-    settings: backends.BackendSettings
-    entry: dict[str, Any]
 
 
 def open_ranks(
@@ -74,16 +62,16 @@ def open_ranks(
     undo.callback(threads.put_back)
     # An error is sent to all ranks, so that none of them waits for this one.
     failure: HpctrainError | None = None
-    equipment = None
+    entry: dict[str, Any] = {}
     try:
-        equipment = _equip(start, options, batches, name, own, env, undo)
+        chosen, numbers, settings, entry = _equip(start, options, batches, name, own, env, undo)
     except (UsageError, StartError) as error:
         failure = error
     begun = time.time()
     met = rendezvous.meet(
         world,
         start.rendezvous_point,
-        {**(equipment.entry if equipment else {}), **threads.entry()},
+        {**entry, **threads.entry()},
         options.start_timeout,
         logger.info if world.rank == 0 else logger.warning,
         start.waste or failure,
@@ -91,11 +79,11 @@ def open_ranks(
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run_dir or env.get(env_vars.RUN_DIR) or "runs"),
     )
-    assert equipment is not None  # otherwise the rendezvous has raised the error
+    # Without equipment, the rendezvous has raised the error.
     workers = threads.fit(met.own, options.workers)
-    undo.callback(Determinism(options.deterministic, equipment.device).put_back)
-    equipment.precision.switch(undo)
-    backend = backends.open_backend(name, met, equipment.device, equipment.settings)
+    undo.callback(Determinism(options.deterministic, chosen).put_back)
+    numbers.switch(undo)
+    backend = backends.open_backend(name, met, chosen, settings)
     known_numbers.check(backend, met.roster)
     connected = time.time()
     preemption.opened()
@@ -108,12 +96,12 @@ def open_ranks(
         world=met.world,
         roster=met.roster,
         batches=batches,
-        device=equipment.device,
-        precision=equipment.precision,
+        device=chosen,
+        precision=numbers,
         backend=backend,
         opened=(begun, connected),
         workers=workers,
-        placement=prepare.place_batches(options, equipment.precision),
+        placement=prepare.place_batches(options, numbers),
     )
 
 
@@ -125,13 +113,16 @@ def _equip(
     own: dict[str, Any],
     env: MutableMapping[str, str],
     undo: ExitStack,
-) -> _Equipment:
+) -> tuple[torch.device, precision.Precision, backends.BackendSettings, dict[str, Any]]:
     """Choose the device of this rank, and check what it has to work with.
 
     Args:
         start, options, env, undo: as for `open_ranks`.
         batches: global batch size, micro-batch size and accumulation.
         backend, own: name and own options of the backend.
+
+    Returns:
+        Device, precision, settings of the backend, and what rank 0 compares of all ranks.
 
     Raises:
         UsageError: something is missing on this host, or the settings contradict each other.
@@ -164,7 +155,7 @@ def _equip(
         backends.check(backend, world, chosen, settings)
         # With --precision auto, different GPUs may give different precisions.
         deciding = {**options.deciding(), "--precision": numbers.name}
-        return _Equipment(chosen, numbers, settings, consistency.entry(chosen, deciding))
+        return chosen, numbers, settings, consistency.entry(chosen, deciding)
     except RuntimeError as failure:  # from CUDA
         reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
         raise StartError(

@@ -363,9 +363,8 @@ class Run:
                 "torchmetrics knows torch.distributed alone: over Horovod each rank computes from "
                 "its own samples; session.sum(), or --backend ddp"
             )
-        hosts = context.roster.host_names
         meet(context.backend, "the first call of run.batches()", self._events)
-        prepare.refuse_other_data(context.backend, hosts, context.datasets)
+        prepare.refuse_other_data(context)
 
     def _begin_backward(self) -> None:
         """Prepare for the backward pass of a micro-batch; called before it.
