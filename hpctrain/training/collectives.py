@@ -21,9 +21,9 @@ from hpctrain.process.phases import EVALUATING, WAITING
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.consensus import (
     ask,
+    first_error,
     meet,
     on_rank_zero,
-    picklable,
     refuse_unlike_answers,
 )
 
@@ -296,12 +296,9 @@ class Collectives:
     def _end_local_mains(self, error: BaseException | None) -> None:
         """Wait for local rank 0 of each host; raise the error of one, unless this rank has one."""
         self._wait("session.local_main_first()")
-        errors = self.backend.gather_object(picklable(error, self.backend.rank))
-        failed = self.backend.broadcast_object(
-            next((one for one in errors if one is not None), None)
-        )
-        if failed is not None and error is None:
-            raise failed
+        first = first_error(self.backend, error)
+        if first is not None and error is None:
+            raise first
 
     def _wait(self, call: str) -> None:
         """Wait for all ranks before an exchange, and check that they make the same call."""

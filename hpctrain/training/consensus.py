@@ -19,10 +19,10 @@ __all__ = [
     "Answer",
     "Consensus",
     "ask",
+    "first_error",
     "meet",
     "on_all_ranks",
     "on_rank_zero",
-    "picklable",
     "refuse_unlike_answers",
 ]
 
@@ -223,14 +223,8 @@ def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
     The error of rank 0 is raised on all ranks. An `HpctrainError` is complete on rank 0, and a
     short repetition on the others.
     """
-    result: Any = None
-    error: BaseException | None = None
-    if backend.rank == 0:
-        try:
-            result = act()
-        except (Exception, SystemExit) as caught:
-            error = caught
-    sent, result = backend.broadcast_object((picklable(error, 0), result))
+    result, error = _tried(act) if backend.rank == 0 else (None, None)
+    sent, result = backend.broadcast_object((_picklable(error, 0), result))
     if error is not None:
         raise error
     if sent is not None:
@@ -248,22 +242,38 @@ def on_all_ranks(backend: Backend, act: Callable[[], T]) -> T:
 
     The error is that of the first rank that has one, as for `on_rank_zero`.
     """
-    result: Any = None
-    error: BaseException | None = None
-    try:
-        result = act()
-    except (Exception, SystemExit) as caught:
-        error = caught
-    seen = backend.gather_object(picklable(error, backend.rank))
-    found = ((rank, one) for rank, one in enumerate(seen) if one is not None)
-    first = backend.broadcast_object(next(found, None))
+    result, error = _tried(act)
+    first = first_error(backend, error)
     if first is not None:
-        raise error if error is not None and backend.rank == first[0] else first[1]
+        raise first
     own: T = result
     return own
 
 
-def picklable(error: BaseException | None, rank: int) -> BaseException | None:
+def _tried(act: Callable[[], T]) -> tuple[Any, BaseException | None]:
+    """Return the result of a function, and its error."""
+    try:
+        return act(), None
+    except (Exception, SystemExit) as caught:
+        return None, caught
+
+
+def first_error(backend: Backend, error: BaseException | None) -> BaseException | None:
+    """Return the error of the first rank that has one, for this rank to raise; called by all ranks.
+
+    Args:
+        backend: backend of the ranks.
+        error: error of this rank, or None.
+    """
+    seen = backend.gather_object(_picklable(error, backend.rank))
+    found = ((rank, one) for rank, one in enumerate(seen) if one is not None)
+    first = backend.broadcast_object(next(found, None))
+    if first is None:
+        return None
+    return error if first[0] == backend.rank else first[1]
+
+
+def _picklable(error: BaseException | None, rank: int) -> BaseException | None:
     """Return a copy of an error for the other ranks to raise; they print it as a repetition.
 
     Args:

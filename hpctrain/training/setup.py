@@ -79,7 +79,7 @@ def open_ranks(
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run_dir or env.get(env_vars.RUN_DIR) or "runs"),
     )
-    # Without equipment, the rendezvous has raised the error.
+    # After a failure, the rendezvous has raised it.
     workers = threads.fit(met.own, options.workers)
     undo.callback(Determinism(options.deterministic, chosen).put_back)
     numbers.switch(undo)
