@@ -160,31 +160,28 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
         CheckpointError: another rank could not write its part, or did not, or has other tensors.
         OSError: the folder cannot be read.
     """
-    waited = {name_of(rank): rank for rank in snapshot.writers if rank != team.rank}
+    others = snapshot.writers - {team.rank}
+    waited = {rank: (folder / name_of(rank)).with_suffix(".json") for rank in others}
     since, before = time.monotonic(), (-1, -1)
     delay = 0.005
     while True:
         # The names are listed, as a network file system keeps in mind which name does not exist.
         names = set(os.listdir(folder)) if waited else set()
-        for name, rank in waited.items():
-            failed = Path(name).with_suffix(".failed").name
-            if failed in names:
-                reason = (folder / failed).read_text(errors="replace")
+        for rank, path in waited.items():
+            failed = path.with_suffix(".failed")
+            if failed.name in names:
+                reason = failed.read_text(errors="replace")
                 raise _without(folder, [rank], f"could not write its part: {reason}")
-        missing = [
-            rank
-            for name, rank in waited.items()
-            if Path(name).with_suffix(".json").name not in names
-        ]
+        missing = [rank for rank, path in waited.items() if path.name not in names]
         if not missing:
             break
-        now, limit, what = _size_and_time(folder), math.inf, ""
+        now, limit, what = _size_and_time(folder), math.inf, "did not write its part"
         if team.written.is_set():
             limit, what = _SECONDS_AFTER_ALL, "wrote a part, which does not show up here"
         elif team.leaving.is_set():
-            limit, what = _SECONDS_WITHOUT_CHANGE, "did not write its part"
+            limit = _SECONDS_WITHOUT_CHANGE
         elif team.foreground:
-            limit, what = _SECONDS_IN_FOREGROUND, "did not write its part"
+            limit = _SECONDS_IN_FOREGROUND
         if now != before or limit == math.inf:
             before, since = now, time.monotonic()
         if time.monotonic() - since > limit:
@@ -192,8 +189,7 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
         time.sleep(delay)
         delay = min(2 * delay, 0.25)
     tables = {}
-    for name, rank in waited.items():
-        path = (folder / name).with_suffix(".json")
+    for rank, path in waited.items():
         tables[rank] = json.loads(path.read_text())
         path.unlink()
         if tables[rank]["tensors"] != _shared(snapshot):

@@ -94,7 +94,8 @@ def export(
         )
     step, opened = _find(directory, step, best, ema)
     weights, others = _named(opened.state, ema, directory)
-    metadata = {"format": "pt", "step": str(step), "run": _name_of(directory)}
+    run = directory.read(directory.identity) or {}
+    metadata = {"format": "pt", "step": str(step), "run": str(run.get("name", directory.path.name))}
     if text := frozen(directory, step):
         metadata["frozen"] = text
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -269,7 +270,3 @@ def _named(
             else:
                 weights[prefix + name] = averages.get(name, value)
     return weights, others
-
-
-def _name_of(directory: RunDirectory) -> str:
-    return str((directory.read(directory.identity) or {}).get("name", directory.path.name))

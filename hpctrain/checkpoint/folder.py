@@ -21,14 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.data_files import (
-    Team,
-    collect,
-    hand_over,
-    plan,
-    tables,
-    write_part,
-)
+from hpctrain.checkpoint.data_files import Team, collect, hand_over, plan, tables, write_part
 from hpctrain.checkpoint.durable_files import name_of, sync, write, write_text
 from hpctrain.checkpoint.loading import (
     FORMAT,
@@ -270,19 +263,16 @@ class Folder:
 
 def _lines(manifest: Mapping[str, Any]) -> str:
     """Return a manifest as JSON, with a line for each file and tensor."""
-    tables = {"files": manifest["files"], "tensors": manifest["tensors"]}
-    texts = {name: json.dumps(value) for name, value in manifest.items() if name not in tables}
-    texts["files"] = _block(
-        "{}", [f"{json.dumps(n)}: {json.dumps(e)}" for n, e in tables["files"].items()]
+    texts = {n: json.dumps(v) for n, v in manifest.items() if n not in ("files", "tensors")}
+    texts["files"] = _members({n: json.dumps(entry) for n, entry in manifest["files"].items()})
+    texts["tensors"] = _members(
+        {n: _block("[]", map(json.dumps, those)) for n, those in manifest["tensors"].items()}
     )
-    texts["tensors"] = _block(
-        "{}",
-        [
-            f"{json.dumps(name)}: {_block('[]', map(json.dumps, those))}"
-            for name, those in tables["tensors"].items()
-        ],
-    )
-    return _block("{}", [f"{json.dumps(name)}: {text}" for name, text in texts.items()])
+    return _members(texts)
+
+
+def _members(texts: Mapping[str, str]) -> str:
+    return _block("{}", (f"{json.dumps(name)}: {text}" for name, text in texts.items()))
 
 
 def _block(ends: str, lines: Iterable[str]) -> str:

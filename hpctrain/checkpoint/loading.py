@@ -75,24 +75,20 @@ def places(directory: RunDirectory) -> dict[int, Path]:
 
 
 def load_newest(
-    directory: RunDirectory,
-    run: Mapping[str, Any] | None = None,
-    parts: Collection[str] | None = None,
+    directory: RunDirectory, parts: Collection[str] | None = None
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and state of the newest complete checkpoint; None if there is no checkpoint.
 
-    A checkpoint that is damaged or belongs to another run is logged, and the one before it is
-    tried.
+    A checkpoint that is damaged is logged, and the one before it is tried.
 
     Args:
         directory: run directory.
-        run: required value of `run` in the manifests (default: any).
         parts: names of the parts to read, if they exist (default: all).
 
     Raises:
         CheckpointError: there are checkpoints, but none of them is complete.
     """
-    return _newest(directory, lambda folder, step: load(folder, step, parts, run))
+    return _newest(directory, lambda folder, step: load(folder, step, parts))
 
 
 def open_newest(
@@ -141,19 +137,21 @@ def damages(folder: Path, step: int) -> list[str]:
         path = folder / name
         try:
             with open_file(path) as file:
-                right = os.fstat(file.fileno()).st_size == entry["size"]
-                if "blocks" in entry:
-                    hashes = iter(lambda: file.read(BLOCK), b"")
-                    own = [hashlib.sha256(block).hexdigest() for block in hashes] if right else []
-                    right = own == entry["blocks"]
-                else:
-                    right = right and _hash(file) == entry["sha256"]
+                if not _unchanged(file, entry):
+                    found.append(f"{path} has changed since it was written")
         except OSError as error:
             found.append(f"{path} cannot be read ({error})")
-            continue
-        if not right:
-            found.append(f"{path} has changed since it was written")
     return found
+
+
+def _unchanged(file: BufferedReader, entry: Mapping[str, Any]) -> bool:
+    """Return whether a file has the size and the hashes of its entry in the manifest."""
+    if os.fstat(file.fileno()).st_size != entry["size"]:
+        return False
+    if "sha256" in entry:
+        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+    blocks = iter(lambda: file.read(BLOCK), b"")
+    return [hashlib.sha256(block).hexdigest() for block in blocks] == entry["blocks"]
 
 
 def refuse_damaged(directory: RunDirectory, count: int) -> None:
@@ -263,19 +261,15 @@ def open_checkpoint(
         path = folder / name
         try:
             with open_file(path) as file:
-                if (
-                    os.fstat(file.fileno()).st_size != entry["size"]
-                    or _hash(file) != entry["sha256"]
-                ):
+                if not _unchanged(file, entry):
                     raise CheckpointError("HT707", f"{path} has changed since it was written")
                 file.seek(0)
                 value = torch.load(file, map_location="cpu", weights_only=True)
             structure, tensors = tensors_in(value)
             for one in manifest.get("tensors", {}).get(part, ()):
-                tensors[one["number"]] = Stored(reader, one)
-            for one in manifest.get("tensors", {}).get(part, ()):
-                if "same" in one:
-                    tensors[one["number"]] = tensors[one["same"]]
+                tensors[one["number"]] = (
+                    tensors[one["same"]] if "same" in one else Stored(reader, one)
+                )
             structures[part] = structure, tensors
         except CheckpointError:
             raise
@@ -412,7 +406,3 @@ def best_of(directory: RunDirectory, metric: str) -> int | None:
         if isinstance(value, (int, float)) and not math.isnan(value):
             values[step] = sign * value
     return max(values, key=lambda step: (values[step], step), default=None)
-
-
-def _hash(file: BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -135,50 +135,36 @@ class Snapshot:
             event.synchronize()
 
 
-class _Finder(pickle.Pickler):
-    """Pickler for the structure of a value, which collects its tensors separately."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Any] = []
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, thing: Any) -> int | None:
-        if not isinstance(thing, Tensor) and not torch.is_storage(thing):
-            return None
-        # The list keeps the tensors alive, so that no other object can get the same id.
-        number = self._numbers.setdefault(id(thing), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(thing)
-        return number
-
-
-class _Filler(pickle.Unpickler):
-    """Unpickler that combines a structure with tensors; inverse of `_Finder`."""
-
-    def __init__(self, structure: bytes, tensors: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(structure))
-        self._tensors = tensors
-
-    def persistent_load(self, number: int) -> Any:
-        return self._tensors[number]
-
-
 def tensors_in(value: Any) -> tuple[bytes, list[Any]]:
     """Return the structure of a value, and its tensors by number.
 
     Raises:
         Exception: the value cannot be pickled; of many types.
     """
+    tensors: list[Any] = []
+    numbers: dict[int, int] = {}
+
+    def number_of(thing: Any) -> int | None:
+        if not isinstance(thing, Tensor) and not torch.is_storage(thing):
+            return None
+        # The list keeps the tensors alive, so that no other object can get the same id.
+        number = numbers.setdefault(id(thing), len(tensors))
+        if number == len(tensors):
+            tensors.append(thing)
+        return number
+
     file = io.BytesIO()
-    finder = _Finder(file)
-    finder.dump(value)
-    return file.getvalue(), finder.tensors
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.persistent_id = number_of  # type: ignore[method-assign]
+    pickler.dump(value)
+    return file.getvalue(), tensors
 
 
 def filled(structure: bytes, tensors: Sequence[Any]) -> Any:
     """Return the value of a structure, with these things in the place of its tensors."""
-    return _Filler(structure, tensors).load()
+    unpickler = pickle.Unpickler(io.BytesIO(structure))  # noqa: S301, of `tensors_in`
+    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 def freeze(
@@ -198,22 +184,22 @@ def freeze(
         UsageError: the state contains values that `torch.save`, or `torch.load` with
             `weights_only`, refuses. So the error occurs at the save, not at the load.
     """
-    parts = {}
+    parts, extents = {}, extents or {}
+    checked = {} if checked is None else checked
     for name, value in state.items():
         try:
             structure, tensors = tensors_in(value)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise _refused(name, error) from None
-        if checked is None or checked.get(name) != structure:
+        if checked.get(name) != structure:
             # Check the structure only; the content of the tensors does not matter.
             empty = [torch.empty(0, device="cpu")] * len(tensors)
             _round_trip(name, filled(structure, empty))
-        if checked is not None:
-            checked[name] = structure
+        checked[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
-        entries = _entries(value, tensors, plain, extents or {})
+        entries = _entries(value, tensors, plain, extents)
         for number, tensor in enumerate(tensors):
-            extent = (extents or {}).get(id(tensor))
+            extent = extents.get(id(tensor))
             if number not in entries and extent is not None and not extent.all:
                 kind = f"a {type(tensor).__name__} that is divided among the ranks"
                 raise _refused(name, TypeError(kind))
