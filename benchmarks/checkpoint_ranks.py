@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import hpctrain
 from hpctrain.backends.extent import Extent
-from hpctrain.checkpoint import Team, Writer, open_checkpoint
+from hpctrain.checkpoint import Team, Writer, open_checkpoint, process_name
 from hpctrain.rundir import RunDirectory
 from hpctrain.tools.bench.checkpoint import write
 from hpctrain.tools.bench.measure import take_turns
@@ -63,7 +63,7 @@ class Saves:
         self._step = 0
         for name, count in WRITERS.items():
             directory = RunDirectory(folder / name)
-            who, nonce = self._backend.broadcast_object((Writer(directory).name, name))
+            who, nonce = self._backend.broadcast_object((process_name(), name))
             team = Team(self._backend.rank, range(count), False, who, nonce)
             self._writers[name] = Writer(directory, keep=1, team=team)
 

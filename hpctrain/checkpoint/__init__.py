@@ -13,6 +13,7 @@ with a rename. `loading` checks what it loads against the manifest, and `stored`
 
 from hpctrain.checkpoint.data_files import Team
 from hpctrain.checkpoint.export import export, frozen
+from hpctrain.checkpoint.folder import process_name
 from hpctrain.checkpoint.loading import (
     Opened,
     load,
@@ -44,6 +45,7 @@ __all__ = [
     "load_newest",
     "open_checkpoint",
     "places",
+    "process_name",
     "read_manifest",
     "refuse_damaged",
     "save",

@@ -31,7 +31,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["INDEX", "SUFFIX", "export", "frozen"]
+__all__ = ["INDEX", "SUFFIX", "export", "frozen", "import_safetensors"]
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
@@ -74,16 +74,8 @@ def export(
         UsageError: safetensors is not installed, there are no averages, or the target cannot be
             written.
     """
-    try:
-        if not as_dcp:
-            importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise UsageError(
-            "HT711",
-            f"safetensors cannot be imported ({error})",
-            "the package safetensors",
-            "python -m pip install safetensors",
-        ) from None
+    if not as_dcp:
+        import_safetensors()
     one = target.suffix == SUFFIX and not as_dcp
     if not one and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
@@ -127,11 +119,31 @@ def export(
     return step
 
 
+def import_safetensors(found: str = "") -> Any:
+    """Return the module `safetensors.torch`.
+
+    Args:
+        found: first words of the error message.
+
+    Raises:
+        UsageError: safetensors is not installed.
+    """
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise UsageError(
+            "HT711",
+            f"{found}safetensors cannot be imported ({error})",
+            "the package safetensors",
+            "python -m pip install safetensors",
+        ) from None
+
+
 def _write(
     path: Path, opened: Opened, weights: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> None:
     """Read tensors, and write them to a file, with the mode of a file that Python creates."""
-    writer = importlib.import_module("safetensors.torch")
+    writer = import_safetensors()
     path.touch(exist_ok=False)
     mode = path.stat().st_mode & 0o777
     writer.save_file(opened.tensors(weights), str(path), dict(metadata))

@@ -38,7 +38,7 @@ from hpctrain.cluster import proc
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "process_name"]
 
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
 # By error number: what is missing, then commands for the user.
@@ -227,11 +227,6 @@ class Folder:
             if ended:
                 _remove(entry)
 
-    @property
-    def name(self) -> str:
-        """Host and process, as in the names of temporary folders."""
-        return f"{self._host}.{os.getpid()}"
-
     def temporary(self, step: int) -> Path:
         """Return the folder to which a checkpoint is written: the same on all ranks of a team."""
         if not self._team.name:
@@ -243,7 +238,7 @@ class Folder:
 
     def _name(self, step: int) -> Path:
         """Return a temporary path that no other process on any host uses."""
-        return self._beside(step, self.name, secrets.token_hex(8))
+        return self._beside(step, process_name(), secrets.token_hex(8))
 
     def _beside(self, step: int, name: str, random: str) -> Path:
         final = self._directory.checkpoint(step)
@@ -288,6 +283,11 @@ def _seems_complete(folder: Path, step: int) -> bool:
         )
     except (CheckpointError, OSError):
         return False
+
+
+def process_name() -> str:
+    """Return host and process, as in the names of temporary folders."""
+    return f"{_here()}.{os.getpid()}"
 
 
 def _here() -> str:

@@ -74,32 +74,25 @@ def places(directory: RunDirectory) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def load_newest(
-    directory: RunDirectory, parts: Collection[str] | None = None
-) -> tuple[int, dict[str, Any]] | None:
+def load_newest(directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
     """Return step and state of the newest complete checkpoint; None if there is no checkpoint.
 
     A checkpoint that is damaged is logged, and the one before it is tried.
 
-    Args:
-        directory: run directory.
-        parts: names of the parts to read, if they exist (default: all).
-
     Raises:
         CheckpointError: there are checkpoints, but none of them is complete.
     """
-    return _newest(directory, lambda folder, step: load(folder, step, parts))
+    return _newest(directory, load)
 
 
-def open_newest(
-    directory: RunDirectory, parts: Collection[str] | None = None
-) -> "tuple[int, Opened] | None":
+def open_newest(directory: RunDirectory, parts: Collection[str]) -> "tuple[int, Opened] | None":
     """Return step and content of the newest checkpoint that is not damaged; None without any.
 
     All of its files are read once, to check them.
 
     Args:
-        directory, parts: as for `load_newest`.
+        directory: run directory.
+        parts: names of the parts to read, if they exist.
 
     Raises:
         CheckpointError: there are checkpoints, but none of them is complete.

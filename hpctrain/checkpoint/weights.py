@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpctrain.checkpoint import dcp
-from hpctrain.checkpoint.export import INDEX, SUFFIX
+from hpctrain.checkpoint.export import INDEX, SUFFIX, import_safetensors
 from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
@@ -84,15 +84,7 @@ def check_weights(path: Path) -> None:
             "leave it out if the run continues from its own checkpoint",
         ) from None
     if folder or path.suffix in (SUFFIX, ".json"):
-        try:
-            importlib.import_module("safetensors")
-        except ImportError as error:
-            raise UsageError(
-                "HT711",
-                f"--init-from {path}, but safetensors cannot be imported ({error})",
-                "the package safetensors",
-                "python -m pip install safetensors",
-            ) from None
+        import_safetensors(f"--init-from {path}, but ")
 
 
 def fill_weights(

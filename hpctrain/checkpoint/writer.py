@@ -196,11 +196,6 @@ class Writer:
         error, self._unreported = self._unreported, None
         return error
 
-    @property
-    def name(self) -> str:
-        """Host and process of the writer, for the name of a team."""
-        return self._folder.name
-
     def close(self) -> None:
         """Wait until everything is written and end the thread.
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from hpctrain.checkpoint import Team, Writer, covering
+from hpctrain.checkpoint import Team, Writer, covering, process_name
 from hpctrain.checkpoint.writer import Save
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import ReplacedError, UsageError
@@ -26,8 +26,6 @@ from hpctrain.training.sharded_state import held
 from hpctrain.training.state import Position, gather, refuse_nonfinite
 
 __all__ = ["CheckpointManager"]
-
-T = TypeVar("T")
 
 # Assumed duration of the first save.
 _SECONDS_OF_A_SAVE = 10.0
@@ -229,7 +227,7 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
     if backend.world_size == 1:
         return None
     nonce = secrets.token_hex(8)
-    name, nonce = backend.broadcast_object((Writer(directory).name, nonce))
+    name, nonce = backend.broadcast_object((process_name(), nonce))
     able: Sequence[int] = range(backend.world_size)
     if len(set(hosts)) > 1:
         probe = directory.path / f".seen-{nonce}"

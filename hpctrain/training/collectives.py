@@ -19,13 +19,7 @@ from hpctrain.errors import UsageError
 from hpctrain.process.events import Events
 from hpctrain.process.phases import EVALUATING, WAITING
 from hpctrain.process.pytree import map_tensors
-from hpctrain.training.consensus import (
-    ask,
-    first_error,
-    meet,
-    on_rank_zero,
-    refuse_unlike_answers,
-)
+from hpctrain.training.consensus import ask, first_error, meet, on_rank_zero, refuse_unlike_answers
 
 __all__ = ["Collectives"]
 

@@ -1,16 +1,15 @@
 """Checks for calls that falsify gradients: backward(), zero_grad(), clipping in the script."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
-from hpctrain.precision import Precision
+from hpctrain.training.context import Context
 
 __all__ = ["GradientGuard", "watch_clipping"]
 
@@ -29,23 +28,19 @@ class GradientGuard:
         self._left = 0  # steps left at which all parameters are checked
         self._seen: tuple[int, int] | None = None  # the sentinel's gradient, and its version
 
-    def watch(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
-    ) -> None:
-        """Start again with the prepared models and optimizers.
-
-        Args:
-            models, optimizers: prepared models and optimizers.
-            precision: maps a model's parameter to the weights that its optimizer updates.
-        """
+    def watch(self, context: Context) -> None:
+        """Start again with the prepared models and optimizers."""
         stepped = {
-            id(p) for one in optimizers for group in one.param_groups for p in group["params"]
+            id(p)
+            for one in context.optimizers
+            for group in one.param_groups
+            for p in group["params"]
         }
         self._named = [
             (name, parameter)
-            for model in models
+            for model in context.models
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(precision.master(parameter)) in stepped
+            if parameter.requires_grad and id(context.precision.master(parameter)) in stepped
         ]
         self._sentinel = self._named[-1][1] if self._named else None
         self._left = _STEPS
@@ -74,25 +69,22 @@ class GradientGuard:
                 )
         elif self._left or sentinel.grad is not None:
             self._left -= self._left > 0
-            self._refuse_present()
+            for name, parameter in self._named:
+                if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
+                    raise UsageError(
+                        "HT604",
+                        f"{name} has a gradient before session.step()",
+                        "that session.step() alone goes backward: it scales the loss, lets the "
+                        "ranks average, and clears",
+                        "remove loss.backward()",
+                        "session.step(loss_1 + loss_2), or session.backward() for each of several "
+                        "losses",
+                    )
 
     def between(self) -> None:
         """Record a gradient after a backward pass that is not the last one of its step."""
         if self._sentinel is not None:
             self._seen = _look(self._sentinel)
-
-    def _refuse_present(self) -> None:
-        for name, parameter in self._named:
-            if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
-                raise UsageError(
-                    "HT604",
-                    f"{name} has a gradient before session.step()",
-                    "that session.step() alone goes backward: it scales the loss, lets the ranks "
-                    "average, and clears",
-                    "remove loss.backward()",
-                    "session.step(loss_1 + loss_2), or session.backward() for each of several "
-                    "losses",
-                )
 
 
 def watch_clipping(check: Callable[[bool], None], undo: ExitStack) -> None:

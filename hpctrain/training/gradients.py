@@ -60,8 +60,7 @@ class Gradients:
 
     def watch(self) -> None:
         """Read the prepared models and optimizers again, after some were added."""
-        context = self._context
-        self._guard.watch(context.models, context.optimizers, self._precision)
+        self._guard.watch(self._context)
         self._begin_micro_batch(self._micro_batch)
 
     def adopt(self, optimizer: Optimizer) -> None:

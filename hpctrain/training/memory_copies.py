@@ -9,7 +9,7 @@ counts if every rank has its part of it, on the same host as before.
 
 import contextlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +111,11 @@ class MemoryCopies:
     def newest(self) -> Copy | None:
         """Load and return the newest whole copy that any host has; called by all ranks."""
         starts = on_rank_zero(self._backend, self._starts)
-        found = set(places(self._place))
+        found = places(self._place)
         if self._divided:
-            everywhere = self._backend.gather_object(found)
-            found = on_rank_zero(self._backend, lambda: set.intersection(*everywhere))
+            everywhere = self._backend.gather_object(set(found))
+            common = on_rank_zero(self._backend, lambda: set.intersection(*everywhere))
+            found = {step: found[step] for step in sorted(common)}
         self._loaded = self._load(starts, found)
         steps = self._backend.gather_object(-1 if self._loaded is None else self._loaded[0])
         copy = on_rank_zero(self._backend, lambda: _newest(steps))
@@ -228,7 +229,7 @@ class MemoryCopies:
         return found
 
     def _load(
-        self, starts: Sequence[tuple[int, int]], steps: Collection[int]
+        self, starts: Sequence[tuple[int, int]], found: Mapping[int, Path]
     ) -> tuple[int, dict[str, Any]] | None:
         """Return step and state of the newest whole copy on this host that is a part of this run.
 
@@ -236,10 +237,9 @@ class MemoryCopies:
 
         Args:
             starts: attempt and first step of each start.
-            steps: steps of the copies that may be loaded.
+            found: folders of the copies that may be loaded, by step in ascending order.
         """
-        found = places(self._place)
-        for step in (one for one in reversed(found) if one in steps):
+        for step in sorted(found, reverse=True):
             try:
                 manifest = read_manifest(found[step], step)
                 attempt, part = manifest["attempt"], manifest.get("part")

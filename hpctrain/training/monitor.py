@@ -56,7 +56,6 @@ class Monitor:
         self, context: Context, directory: RunDirectory, name: str, seconds: Sequence[float]
     ) -> None:
         options, world, roster = context.options, context.world, context.roster
-        check(options, world.rank)
         self._context, self._directory, self._name = context, directory, name
         on_gpu = context.device.type == "cuda"
         self._clock = (DeviceClock if on_gpu else Clock)(seconds)

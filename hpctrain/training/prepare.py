@@ -7,16 +7,19 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 from hpctrain import checkpoint, optim
 from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
+from hpctrain.backends.blocks import find_blocks
 from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.transparent import Transparent
 from hpctrain.data.feed import Placement
@@ -24,7 +27,6 @@ from hpctrain.errors import UsageError
 from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
-from hpctrain.training import activation_checkpointing
 from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 from hpctrain.training.context import Context
 
@@ -122,13 +124,41 @@ def prepare_model(model: nn.Module, context: Context) -> nn.Module:
         sync_batchnorm.convert(model, backend)
     context.precision.convert(model)
     if options.activation_checkpointing:
-        activation_checkpointing.apply(model, options.fsdp_blocks)
+        _checkpoint_activations(model, options.fsdp_blocks)
     if options.compile:
         model.compile()  # type: ignore[no-untyped-call]
     wrapped = backend.wrap(model)
     if backend.sharded and options.init_from is not None:
         on_all_ranks(backend, lambda: _fill(model, number, options, backend))
     return wrapped
+
+
+def _checkpoint_activations(model: nn.Module, names: str | None) -> None:
+    """Let the blocks of a model keep their inputs only; the numbers stay the same.
+
+    The activations of a block are computed again in the backward pass. Source: torch's
+    documentation of `torch.utils.checkpoint`; Chen et al., "Training Deep Nets with Sublinear
+    Memory Cost", 2016 (arXiv 1604.06174).
+
+    Args:
+        model: model, changed in place.
+        names: names of the blocks' classes, as for `find_blocks`.
+
+    Raises:
+        UsageError: the model has no blocks.
+    """
+    blocks = find_blocks(model, names)
+    if not blocks:
+        raise UsageError(
+            "HT609",
+            f"--activation-checkpointing, and no container of the {type(model).__name__} has "
+            "several modules of one class",
+            "blocks whose activations are computed again",
+            "--fsdp-blocks CLASS, with the class of the blocks",
+        )
+    for block in blocks:
+        block.forward = partial(activation_checkpoint, block.forward, use_reentrant=False)
+    logger.info("the activations of %d blocks are computed again", len(blocks))
 
 
 def _fill(model: nn.Module, number: int, options: Options, backend: Backend | None = None) -> None:

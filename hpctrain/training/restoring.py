@@ -30,18 +30,15 @@ class Restored:
         position: position at which the run continues.
         on_disk: newest position on the disk, or one with its step; None if it is not older than
             a copy in memory, or if there is none.
-        random: random states of this rank; None if the number of ranks has changed.
-        log: values of this rank for the next row of metrics; None as for `random`.
-        stream: state of the script's own loader on this rank, if it has one; None as for `random`.
+        own: what this rank alone has: `random` states, values of the next row of metrics (`log`),
+            state of the script's own loader (`stream`); empty if the number of ranks has changed.
         left: states of objects that the script has not created yet, by name.
         later: groups of parameters that the script has not added to its optimizers yet.
     """
 
     position: Position
     on_disk: Position | None
-    random: dict[str, Any] | None
-    log: dict[str, Any] | None
-    stream: Any
+    own: Mapping[str, Any]
     left: dict[str, Any]
     later: "list[LaterGroups]"
 
@@ -67,10 +64,7 @@ def restore(
         UsageError: it is from another script, global batch or number of ranks.
         CheckpointError: it cannot be read, or a rank finds another one than rank 0.
     """
-    if memory is None:
-        loaded, older = _load(context, directory), None
-    else:
-        loaded, older = _load_newest(context, directory, memory)
+    loaded, older = _load_newest(context, directory, memory)
     if loaded is None:
         return None
     step, state = loaded
@@ -116,11 +110,9 @@ def restore(
                 "the same kind, and the same shape of a tensor",
                 "--run-dir DIR for another directory",
             )
-    random = log = stream = None
-    if len(state["ranks"]) == context.world.world_size:
-        own = state["ranks"][context.world.rank]
-        random, log, stream = own["random"], own.get("log"), own.get("stream")
-        _fill_buffers(context.models, own["buffers"])
+    alike = len(state["ranks"]) == context.world.world_size
+    own = state["ranks"][context.world.rank] if alike else {}
+    _fill_buffers(context.models, own.get("buffers"))
     place = Position(
         position["step"],
         position["epoch"],
@@ -131,7 +123,7 @@ def restore(
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
     on_disk = place if older is None else Position(older) if 0 <= older < step else None
-    return Restored(place, on_disk, random, log, stream, left, list(later.values()))
+    return Restored(place, on_disk, own, left, list(later.values()))
 
 
 class LaterGroups:
@@ -267,7 +259,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
 
 
 def _load_newest(
-    context: Context, directory: RunDirectory, memory: MemoryCopies
+    context: Context, directory: RunDirectory, memory: MemoryCopies | None
 ) -> tuple[tuple[int, dict[str, Any]] | None, int | None]:
     """Load the newest state; of two of the same step that in memory.
 
@@ -275,6 +267,8 @@ def _load_newest(
         Step and state, or None; and the step of the newest checkpoint on the disk (-1 for none) if
         the state is not from there.
     """
+    if memory is None:
+        return _load(context, directory), None
     loaded, copy = None, memory.newest()
     newest = on_rank_zero(context.backend, lambda: max(directory.steps(), default=-1))
     if copy is None or newest > copy.step:

@@ -142,8 +142,8 @@ class Run:
         self._checkpoints = CheckpointManager(
             context, self._replicas, self._state, journal, on_disk, memory
         )
-        if resumed is not None and resumed.log is not None:
-            self._metrics.load_state_dict(resumed.log)
+        if resumed is not None:
+            self._metrics.load_state_dict(resumed.own.get("log") or {})
         self._agreement = agreement = Agreement(
             context, self._metrics, self._replicas, self._checkpoints, monitor
         )
@@ -192,7 +192,7 @@ class Run:
         self._epoch_step = position.epoch_step
         self._batches = position.batches(self._context.batches.accumulate)
         self._later = resumed.later
-        self._random, self._stream_state = resumed.random, resumed.stream
+        self._random, self._stream_state = resumed.own.get("random"), resumed.own.get("stream")
         limit = self._context.options.max_steps
         if limit is not None and self.step > limit:
             raise UsageError(

@@ -19,7 +19,7 @@ import ranks
 from checkpoints import names, newest, state_of, two_checkpoints
 
 from hpctrain.backends.extent import Extent
-from hpctrain.checkpoint import Team, Writer, data_files, folder, save
+from hpctrain.checkpoint import Team, Writer, data_files, folder, process_name, save
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
@@ -43,7 +43,7 @@ def run(tmp_path):
 def save_together(directory, steps):
     """Save by the writers of three ranks, each with a part of the weight."""
     data_files.LEAST_BYTES = 1
-    name = Writer(directory).name
+    name = process_name()
     teams = [Team(rank, range(3), False, name, "7") for rank in range(3)]
     writers = [Writer(directory, team=team) for team in teams]
     for step in steps:

@@ -19,6 +19,7 @@ from hpctrain.checkpoint import (
     load,
     load_newest,
     open_checkpoint,
+    process_name,
 )
 from hpctrain.checkpoint.loading import digest
 from hpctrain.errors import CheckpointError, UsageError
@@ -49,7 +50,7 @@ class Ranks:
     """
 
     def __init__(self, run, divided):
-        self.divided, name = divided, Writer(run).name
+        self.divided, name = divided, process_name()
         teams = [Team(rank, range(SIZE), divided, name, "7") for rank in range(SIZE)]
         self.writers = [Writer(run, team=team) for team in teams]
 
