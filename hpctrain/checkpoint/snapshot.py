@@ -234,16 +234,14 @@ def _entries(
             and tensor.untyped_storage().nbytes() == tensor.nbytes
         ):
             continue
-        order = None
-        if tensor.is_contiguous():
-            flat = tensor.detach().view(-1)
-        else:
+        order, ordered = None, tensor.detach()
+        if not tensor.is_contiguous():
             dimensions = range(tensor.dim())
             order = tuple(sorted(dimensions, key=tensor.stride().__getitem__, reverse=True))
-            ordered = tensor.detach().permute(order)
+            ordered = ordered.permute(order)
             if not ordered.is_contiguous():
                 continue  # its elements are not dense in memory
-            flat = ordered.view(-1)
+        flat = ordered.view(-1)
         where = (flat.data_ptr(), tensor.dtype, tensor.shape, order)
         same = first.setdefault(where, number) if flat.numel() else number
         entries[number] = Entry(

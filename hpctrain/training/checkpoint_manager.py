@@ -5,13 +5,13 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hpctrain.checkpoint import Team, Writer, covering, process_name
-from hpctrain.checkpoint.writer import Save
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.process.logging import logger
@@ -160,16 +160,13 @@ class CheckpointManager:
         with nullcontext() if context.ema is None else context.ema.original():
             self._replicas.compare(position.step)
             state = gather(context, self._others, position, log, self._memory is not None)
-            facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
-            facts |= {"frozen": _frozen(context.models)}
+            own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
+            facts = {**self._facts, **own}
             if self._memory is not None:
                 self._save_to_memory(position.step, state, facts)
             if to_disk:
                 parts, extents = held(context, state)
-
-                def prepare() -> Save:
-                    return self._writer.prepare(position.step, parts, facts, extents)
-
+                prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
                 self._writer.start(on_all_ranks(context.backend, prepare))
         if not to_disk:
             return

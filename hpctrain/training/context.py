@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +26,12 @@ from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Roster
 from hpctrain.training.preemption import Preemption
 
-__all__ = ["Context"]
+__all__ = ["Context", "parameters_of"]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from hpctrain.errors import UsageError
-from hpctrain.training.context import Context
+from hpctrain.training.context import Context, parameters_of
 
 __all__ = ["GradientGuard", "watch_clipping"]
 
@@ -30,12 +30,7 @@ class GradientGuard:
 
     def watch(self, context: Context) -> None:
         """Start again with the prepared models and optimizers."""
-        stepped = {
-            id(p)
-            for one in context.optimizers
-            for group in one.param_groups
-            for p in group["params"]
-        }
+        stepped = {id(p) for one in context.optimizers for p in parameters_of(one)}
         self._named = [
             (name, parameter)
             for model in context.models

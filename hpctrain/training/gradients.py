@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
 from hpctrain.process.phases import ACCUMULATING, BACKWARD, COMPUTING, UPDATING
-from hpctrain.training.context import Context
+from hpctrain.training.context import Context, parameters_of
 from hpctrain.training.gradient_guard import GradientGuard
 
 __all__ = ["Gradients"]
@@ -162,13 +162,8 @@ class Gradients:
         masters = [self._precision.master(parameter) for parameter in given]
         wanted = set(map(id, masters))
         self._backend.sync_gradients()
-        self.unscale(
-            [
-                optimizer
-                for optimizer in self._context.optimizers
-                if any(id(p) in wanted for p in _parameters(optimizer))
-            ]
-        )
+        optimizers = self._context.optimizers
+        self.unscale([o for o in optimizers if not wanted.isdisjoint(map(id, parameters_of(o)))])
         return self._clipped(masters, clip)
 
     def before_clipping(self, finds_none: bool) -> None:
@@ -274,7 +269,7 @@ class Gradients:
         """Clip as the options say, and take the optimizer step."""
         if self._clips:
             self.unscale([optimizer])
-            self._clipped(_parameters(optimizer), self._clip_by_options)
+            self._clipped(parameters_of(optimizer), self._clip_by_options)
         self._inside = True
         try:
             self._backend.update(optimizer, self._precision.step)
@@ -386,7 +381,7 @@ class Gradients:
             *(["micro-batches that accumulate"] if context.batches.accumulate > 1 else []),
             *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
         ]
-        if why and any(p.grad is not None for p in _parameters(optimizer)):
+        if why and any(p.grad is not None for p in parameters_of(optimizer)):
             raise UsageError(
                 "HT604",
                 f"optimizer.step() after loss.backward(), with {' and '.join(why)}",
@@ -433,10 +428,6 @@ def _clear(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _no_loss(loss: Any) -> UsageError:

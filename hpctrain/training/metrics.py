@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ class Metrics:
         self._window: dict[str, _Sum] | None = None  # values of the steps since the last row
         self._last = (0, 0)  # the last of these steps, and its epoch
         self._unwritten: deque[_Row] = deque()
-        self._gathered: list[_Row] = []  # rows that are not confirmed on all ranks
-        self._offered: deque[int] = deque()  # how many of them each sum of `Consensus` covers
+        self._gathered: list[_Row] = []  # rows that no sum of `Consensus` covers yet
+        self._offered: deque[list[_Row]] = deque()  # rows that each sum under way covers
         self._sum: tuple[list[_Row], Work] | None = None  # the sum under way, and its rows
         self._lines: _Lines | None = None
         self.rows = keep
@@ -174,30 +175,25 @@ class Metrics:
 
     def waiting(self) -> str:
         """Describe the rows that are not confirmed on all ranks; the same text on all ranks."""
-        return "; ".join(map(str, self._gathered)) or "nothing"
+        return "; ".join(map(str, chain(*self._offered, self._gathered))) or "nothing"
 
     def offer(self) -> None:
-        """Count the waiting rows that a new sum of `Consensus` covers."""
-        self._offered.append(len(self._gathered) - sum(self._offered))
+        """Let a new sum of `Consensus` cover the waiting rows."""
+        self._offered.append(self._gathered)
+        self._gathered = []
 
     def accept(self) -> None:
         """Begin to average the rows that a complete sum of `Consensus` has confirmed."""
-        count = self._offered.popleft()
-        if not count:
-            return
-        rows, self._gathered = self._gathered[:count], self._gathered[count:]
-        self._finish()
-        numbers = [total for row in rows for total, _ in row.sums.values()]
-        self._sum = rows, self._backend.sum_async(numbers)
+        rows = self._offered.popleft()
+        if rows:
+            self.flush()
+            numbers = [total for row in rows for total, _ in row.sums.values()]
+            self._sum = rows, self._backend.sum_async(numbers)
 
     def poll(self) -> None:
         """Write the rows whose sum is complete."""
         if self._sum is not None and self._sum[1].ready():
-            self._finish()
-
-    def flush(self) -> None:
-        """Write all rows that are confirmed on all ranks; called by all of them."""
-        self._finish()
+            self.flush()
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return the values of this rank for the next row."""
@@ -243,8 +239,8 @@ class Metrics:
         if self._lines is not None:
             self._lines.close()
 
-    def _finish(self) -> None:
-        """Wait for the sum that is under way, and write its rows."""
+    def flush(self) -> None:
+        """Wait for the sum that is under way, and write its rows; called by all ranks."""
         if self._sum is None:
             return
         rows, sums = self._sum

@@ -28,7 +28,7 @@ from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
 from hpctrain.training.consensus import on_all_ranks, on_rank_zero
-from hpctrain.training.context import Context
+from hpctrain.training.context import Context, parameters_of
 
 __all__ = [
     "check_compiler",
@@ -225,7 +225,7 @@ def prepare_optimizer(optimizer: Optimizer, context: Context) -> None:
     """
     options, batches = context.options, context.batches
     known = {parameter for model in context.models for parameter in model.parameters()}
-    unprepared = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    unprepared = [p for p in parameters_of(optimizer) if p not in known]
     if unprepared:
         raise UsageError(
             "HT606",
@@ -266,12 +266,8 @@ def inner(model: nn.Module) -> nn.Module:
 
 def replaced(optimizer: Optimizer, others: Sequence[Optimizer]) -> list[Optimizer]:
     """Return the other optimizers that step on the same parameters, with a warning for each."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = [
-        other
-        for other in others
-        if any(id(p) in own for group in other.param_groups for p in group["params"])
-    ]
+    own = set(map(id, parameters_of(optimizer)))
+    found = [other for other in others if not own.isdisjoint(map(id, parameters_of(other)))]
     for other in found:
         logger.warning(
             "a %s takes the place of the %s that was prepared for the same parameters",

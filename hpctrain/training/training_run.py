@@ -89,6 +89,8 @@ class Run:
         self._batches = 0  # micro-batches done in this epoch
         self._random: dict[str, Any] | None = None  # saved state, until training continues
         self._epochs: int | None = None
+        limit = context.options.max_steps
+        self._most_steps = sys.maxsize if limit is None else limit
         self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches since the last step
         self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
@@ -193,11 +195,10 @@ class Run:
         self._batches = position.batches(self._context.batches.accumulate)
         self._later = resumed.later
         self._random, self._stream_state = resumed.own.get("random"), resumed.own.get("stream")
-        limit = self._context.options.max_steps
-        if limit is not None and self.step > limit:
+        if self.step > self._most_steps:
             raise UsageError(
                 "HT614",
-                f"--max-steps {limit}, and the run is at step {self.step} already",
+                f"--max-steps {self._most_steps}, and the run is at step {self.step} already",
                 f"an end at step {self.step} or later",
                 f"--max-steps {2 * self.step}",
                 "leave --max-steps out",
@@ -229,7 +230,8 @@ class Run:
             )
         if not self._batches:
             self._put_back_random()
-        while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
+        last = sys.maxsize if self._epochs is None else self._epochs
+        while self.epoch < last and self.step < self._most_steps:
             before, batches = self.step, self._batches
             self._cut_short = self._begun = False
             yield self.epoch
@@ -300,7 +302,7 @@ class Run:
         self._put_back_random()
         self._monitor.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
-        limit = sys.maxsize if options.max_steps is None else options.max_steps
+        limit = self._most_steps
         phase = self._events.phase
         try:
             while self.step < limit:
@@ -545,10 +547,6 @@ class Run:
         if self._random is not None:
             random_states.put_back(self._random, self._context.device)
             self._random = None
-
-    def _enough(self) -> bool:
-        limit = self._context.options.max_steps
-        return limit is not None and self.step >= limit
 
     def _plan(self, length: int | None) -> None:
         """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
