@@ -16,17 +16,15 @@ from hpctrain.checkpoint.export import export, frozen
 from hpctrain.checkpoint.folder import process_name
 from hpctrain.checkpoint.loading import (
     Opened,
-    load,
-    load_newest,
     open_checkpoint,
+    open_newest,
     places,
     read_manifest,
     refuse_damaged,
 )
-from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.stored import Stored
-from hpctrain.checkpoint.weights import Weight, check_weights, fill_weights
+from hpctrain.checkpoint.weights import Weight, check_weights, covering, fill_weights
 from hpctrain.checkpoint.writer import Writer, save
 
 __all__ = [
@@ -41,9 +39,8 @@ __all__ = [
     "fill_weights",
     "freeze",
     "frozen",
-    "load",
-    "load_newest",
     "open_checkpoint",
+    "open_newest",
     "places",
     "process_name",
     "read_manifest",

@@ -6,11 +6,11 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ __all__ = [
     "best_of",
     "damages",
     "digest",
-    "load",
-    "load_newest",
     "mistake_in",
     "open_checkpoint",
     "open_newest",
@@ -39,8 +37,6 @@ __all__ = [
     "refuse_damaged",
     "replaced",
 ]
-
-T = TypeVar("T")
 
 FORMAT = 4
 # In format 3, the file of a part has all of its tensors.
@@ -74,44 +70,27 @@ def places(directory: RunDirectory) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def load_newest(directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
-    """Return step and state of the newest complete checkpoint; None if there is no checkpoint.
-
-    A checkpoint that is damaged is logged, and the one before it is tried.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none of them is complete.
-    """
-    return _newest(directory, load)
-
-
-def open_newest(directory: RunDirectory, parts: Collection[str]) -> "tuple[int, Opened] | None":
+def open_newest(
+    directory: RunDirectory, parts: Collection[str] | None = None
+) -> "tuple[int, Opened] | None":
     """Return step and content of the newest checkpoint that is not damaged; None without any.
 
-    All of its files are read once, to check them.
+    All of its files are read once, to check them. One that is damaged is logged, and the one before
+    it is tried.
 
     Args:
         directory: run directory.
-        parts: names of the parts to read, if they exist.
+        parts: names of the parts to read, if they exist (default: all).
 
     Raises:
         CheckpointError: there are checkpoints, but none of them is complete.
     """
-
-    def check(folder: Path, step: int) -> Opened:
-        if damage := damages(folder, step):
-            raise CheckpointError("HT707", damage[0])
-        return open_checkpoint(folder, step, parts)
-
-    return _newest(directory, check)
-
-
-def _newest(directory: RunDirectory, read: Callable[[Path, int], T]) -> tuple[int, T] | None:
-    """Return the newest step of which a function can read the folder, and its result."""
     found = places(directory)
     for step in reversed(found):
         try:
-            return step, read(found[step], step)
+            if damage := damages(found[step], step):
+                raise CheckpointError("HT707", damage[0])
+            return step, open_checkpoint(found[step], step, parts)
         except CheckpointError as error:
             logger.error("%s; trying the previous one", error.found)
     if found:
@@ -155,23 +134,6 @@ def refuse_damaged(directory: RunDirectory, count: int) -> None:
         "at least one",
         "start over in another directory with --run-dir DIR",
     )
-
-
-def load(
-    folder: Path,
-    step: int,
-    parts: Collection[str] | None = None,
-    run: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the state in a checkpoint by name of the part, on the CPU.
-
-    Args:
-        folder, step, parts, run: as for `open_checkpoint`.
-
-    Raises:
-        CheckpointError: the checkpoint has changed since it was written, or belongs to another run.
-    """
-    return open_checkpoint(folder, step, parts, run).read()
 
 
 @dataclass

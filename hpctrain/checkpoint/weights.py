@@ -9,6 +9,7 @@ torch.distributed.checkpoint.
 import argparse
 import contextlib
 import fnmatch
+import glob
 import importlib
 import json
 import shlex
@@ -24,12 +25,11 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.checkpoint import dcp
 from hpctrain.checkpoint.export import INDEX, SUFFIX, import_safetensors
-from hpctrain.checkpoint.name_patterns import covering
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 from hpctrain.process.pytree import map_tensors
 
-__all__ = ["Weight", "check_weights", "fill_weights"]
+__all__ = ["Weight", "check_weights", "covering", "fill_weights"]
 
 _MOST_NAMED = 3
 _FORMS = "a file or folder of hpctrain export, or of torch.save(model.state_dict(), FILE)"
@@ -61,7 +61,6 @@ def check_weights(path: Path) -> None:
     Raises:
         UsageError: the file cannot be opened, or the package to read it is missing.
     """
-    folder = False
     try:
         folder = stat.S_ISDIR(path.stat().st_mode)
         if folder and (path / dcp.INDEX).exists():
@@ -335,3 +334,27 @@ def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, (Tensor, Weight))
+
+
+def covering(chosen: Collection[str], names: Collection[str]) -> list[str]:
+    """Return as few patterns for fnmatch as fit all chosen names and none of the others.
+
+    A pattern is the name of the outermost module whose names are all chosen, such as `layer1.*`,
+    or a single name.
+
+    Args:
+        chosen: names to cover.
+        names: all names, with the chosen ones; their parts are separated by dots.
+    """
+    outside = {prefix for name in names if name not in chosen for prefix in _prefixes(name)}
+    found = {
+        next((f"{glob.escape(p)}*" for p in _prefixes(name) if p not in outside), glob.escape(name))
+        for name in chosen
+    }
+    return sorted(found)
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the modules around a name, the outermost first, each with its dot."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) + "." for length in range(1, len(parts))]

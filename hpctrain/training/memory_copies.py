@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import Writer, load, places, read_manifest
+from hpctrain.checkpoint import Writer, open_checkpoint, places
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.memory import available
 from hpctrain.errors import CheckpointError
@@ -58,12 +58,7 @@ class MemoryCopies:
         writes: whether this rank writes copies: those of its host, or of its part of the state.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        directory: RunDirectory,
-        env: Mapping[str, str],
-    ) -> None:
+    def __init__(self, context: Context, directory: RunDirectory, env: Mapping[str, str]) -> None:
         world = context.world
         assert world.hosts is not None
         assert world.node_rank is not None
@@ -87,10 +82,7 @@ class MemoryCopies:
 
     @classmethod
     def of_run(
-        cls,
-        context: Context,
-        directory: RunDirectory,
-        env: Mapping[str, str],
+        cls, context: Context, directory: RunDirectory, env: Mapping[str, str]
     ) -> "MemoryCopies | None":
         """Return the copies of a run; None if there are none to be.
 
@@ -241,12 +233,11 @@ class MemoryCopies:
         """
         for step in sorted(found, reverse=True):
             try:
-                manifest = read_manifest(found[step], step)
-                attempt, part = manifest["attempt"], manifest.get("part")
+                opened = open_checkpoint(found[step], step, run=self._run)
+                attempt, part = opened.manifest["attempt"], opened.manifest.get("part")
                 other_course = any(later > attempt and begun < step for later, begun in starts)
-                if other_course or part != self._part:
-                    continue
-                return step, load(found[step], step, run=self._run)
+                if part == self._part and not other_course:
+                    return step, opened.read()
             except CheckpointError as error:
                 if self.writes:
                     logger.warning("%s; the next best copy of the state is used", error.found)

@@ -8,12 +8,13 @@ import battery
 import pytest
 import ranks
 import torch
+from checkpoints import load_newest
 from torch import nn
 
 import hpctrain
 import hpctrain.optim
 from hpctrain.backends.blocks import find_blocks
-from hpctrain.checkpoint import Weight, data_files, export, load_newest, save
+from hpctrain.checkpoint import Weight, data_files, export, save
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import names, newest, state_of, two_checkpoints
+from checkpoints import load_newest, names, newest, state_of, two_checkpoints
 
-from hpctrain.checkpoint import load_newest, save
+from hpctrain.checkpoint import save
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.loading import digest
 from hpctrain.checkpoint.snapshot import freeze

@@ -3,8 +3,9 @@
 import on_gpu
 import ranks
 import torch
+from checkpoints import load_newest
 
-from hpctrain.checkpoint import Writer, load_newest
+from hpctrain.checkpoint import Writer
 from hpctrain.rundir import RunDirectory
 
 

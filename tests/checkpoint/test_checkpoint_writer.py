@@ -13,9 +13,10 @@ from contextlib import contextmanager
 import numpy
 import pytest
 import torch
+from checkpoints import load_newest
 from torch import nn
 
-from hpctrain.checkpoint import Writer, buffers, folder, load_newest
+from hpctrain.checkpoint import Writer, buffers, folder
 from hpctrain.checkpoint.buffers import Buffers
 from hpctrain.checkpoint.data_files import Team, plan
 from hpctrain.checkpoint.snapshot import freeze

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from checkpoints import names
+from checkpoints import load_newest, names
 from torch import nn
 
 from hpctrain.backends.extent import Extent
@@ -16,8 +16,6 @@ from hpctrain.checkpoint import (
     Writer,
     data_files,
     durable_files,
-    load,
-    load_newest,
     open_checkpoint,
     process_name,
 )
@@ -178,7 +176,7 @@ def test_order_of_memory_and_shared_weights_stay(run):
         1, {"model": {"images": images, "a": tied, "b": tied, "number": torch.tensor(2)}}, {}
     )
     writer.close()
-    model = load(run.checkpoint(1), 1)["model"]
+    model = open_checkpoint(run.checkpoint(1), 1).read()["model"]
     assert torch.equal(model["images"], images)
     assert model["images"].stride() == images.stride()
     assert model["a"] is model["b"]
@@ -211,7 +209,7 @@ def test_tied_weights_are_written_once(run):
         writer.start(writer.prepare(1, {"model": parts}, {}, extents))
     ranks.settle()
     ranks.close()
-    state = load(run.checkpoint(1), 1)
+    state = open_checkpoint(run.checkpoint(1), 1).read()
     assert all(torch.equal(one, weight) for one in state["model"])
     sizes = [path.stat().st_size for path in run.checkpoint(1).glob("*.bin")]
     assert sum(sizes) < 1300
@@ -364,6 +362,13 @@ def test_checkpoint_waits_for_the_last_part(run, saved):
     assert newest(run) == 3
 
 
+def refuse_newest(run):
+    """Check that step 2 is not read, and that the newest checkpoint is step 1."""
+    with pytest.raises(CheckpointError, match="rank-00001"):
+        open_checkpoint(run.checkpoint(2), 2).read()
+    assert newest(run) == 1
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "swap"])
 def test_damaged_part_is_found(run, saved, damage):
     """Damage a part of the newest checkpoint; the previous one loads."""
@@ -374,14 +379,14 @@ def test_damaged_part_is_found(run, saved, damage):
             changed = bytearray(content)
             changed[position] ^= 4
             path.write_bytes(changed)
-            assert newest(run) == 1
+            refuse_newest(run)
         return
     path.unlink()
     if damage == "cut":
         path.write_bytes(content[:-1])
     elif damage == "swap":
         shutil.copy(run.checkpoint(1) / path.name, path)
-    assert newest(run) == 1
+    refuse_newest(run)
 
 
 def edited(run, edit):

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint import check_weights, export, fill_weights, save
-from hpctrain.checkpoint.name_patterns import covering
+from hpctrain.checkpoint import check_weights, covering, export, fill_weights, save
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 

@@ -14,9 +14,9 @@ import pytest
 import ranks
 import torch
 from by_hand import gan, language_model, simclr, streaming
+from checkpoints import load_newest
 
 import hpctrain
-from hpctrain.checkpoint import load_newest
 from hpctrain.data import load
 from hpctrain.rundir import RunDirectory
 from hpctrain.training.training_run import Run

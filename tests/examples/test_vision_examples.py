@@ -12,9 +12,9 @@ import pytest
 import ranks
 import torch
 from battery import orders
+from checkpoints import load_newest
 
 from hpctrain import Session, data
-from hpctrain.checkpoint import load_newest
 from hpctrain.rundir import RunDirectory
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 2

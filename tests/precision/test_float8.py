@@ -8,10 +8,10 @@ import pytest
 import ranks
 import torch
 from battery import session
+from checkpoints import load_newest
 from torch import nn
 
 from hpctrain import precision
-from hpctrain.checkpoint import load_newest
 from hpctrain.errors import UsageError
 from hpctrain.precision.float8 import Float8
 from hpctrain.rundir import RunDirectory

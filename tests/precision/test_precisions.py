@@ -13,7 +13,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain import precision
-from hpctrain.checkpoint import load
+from hpctrain.checkpoint import open_checkpoint
 from hpctrain.rundir import RunDirectory
 
 STEPS, OVERFLOW = 8, 3  # the gradients of step 3 are beyond the range of half precision
@@ -251,7 +251,7 @@ def test_nonfinite_run_ends_with_its_last_good_checkpoint(run, name):
     assert message in results[0].found
     directory = RunDirectory("run")
     for step in directory.steps():
-        (model,) = load(directory.checkpoint(step), step)["model"]
+        (model,) = open_checkpoint(directory.checkpoint(step), step).read()["model"]
         assert all(tensor.isfinite().all() for tensor in model.values())
     assert directory.steps()[0] <= 2 or name == "fp16"
     assert json.loads(directory.summary.read_text())["status"] == "failed"

@@ -25,7 +25,7 @@ import pytest
 import ranks
 import torch
 
-from hpctrain.checkpoint import load
+from hpctrain.checkpoint import open_checkpoint
 from hpctrain.data import TrainingSampler
 from hpctrain.rundir import RunDirectory
 
@@ -120,7 +120,7 @@ def train(name, precision, steps=STEPS):
     options += ("--max-steps", str(steps))
     ranks.values(ranks.run(arm.size, run_example, options, arm.backwards, timeout=300))
     rows = run.rows()
-    (weights,) = load(run.checkpoint(steps), steps)["model"]
+    (weights,) = open_checkpoint(run.checkpoint(steps), steps).read()["model"]
     trained = {k: v for k, v in weights.items() if "running" not in k and "num_batches" not in k}
     for name in WITHOUT_EFFECT:
         del trained[name]

@@ -12,7 +12,7 @@ import pytest
 import survivor
 
 from hpctrain import rundir
-from hpctrain.checkpoint import load
+from hpctrain.checkpoint import open_checkpoint
 from hpctrain.errors import exit_codes
 from hpctrain.process import shared_memory
 from hpctrain.training import memory_copies
@@ -62,7 +62,7 @@ def damage(copy):
 
 def elements(folder, step):
     """Return the number of a checkpoint's weights."""
-    (weights,) = load(folder, step, ["model"])["model"]
+    (weights,) = open_checkpoint(folder, step, ["model"]).read()["model"]
     return sum(one.numel() for one in weights.values())
 
 

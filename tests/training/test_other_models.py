@@ -7,10 +7,11 @@ import pytest
 import ranks
 import torch
 from battery import orders, session
+from checkpoints import load_newest
 from safetensors.torch import load_file, load_model
 from torch.utils.data import Dataset, default_collate
 
-from hpctrain.checkpoint import export, load_newest
+from hpctrain.checkpoint import export
 from hpctrain.rundir import RunDirectory
 
 SAMPLES, BATCH, EPOCHS, SEED = 12, 6, 3, 3

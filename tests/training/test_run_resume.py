@@ -14,10 +14,10 @@ import pytest
 import ranks
 import torch
 from battery import HOROVOD_SLOW, fit, images, session, small_model
+from checkpoints import load_newest
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint import load_newest
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.exit_status import write_exit_status

@@ -9,11 +9,11 @@ import pytest
 import ranks
 import torch
 from battery import HOROVOD_SLOW, fit, images, session, small_model, train
+from checkpoints import load_newest
 from torch import nn
 from torch.utils.data import Dataset
 
 import hpctrain
-from hpctrain.checkpoint import load_newest
 from hpctrain.rundir import RunDirectory
 
 
