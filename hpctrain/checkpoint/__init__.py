@@ -25,7 +25,7 @@ from hpctrain.checkpoint.loading import (
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.stored import Stored
 from hpctrain.checkpoint.weights import Weight, check_weights, covering, fill_weights
-from hpctrain.checkpoint.writer import Writer, save
+from hpctrain.checkpoint.writer import Writer
 
 __all__ = [
     "Opened",
@@ -45,5 +45,4 @@ __all__ = [
     "process_name",
     "read_manifest",
     "refuse_damaged",
-    "save",
 ]

@@ -2,10 +2,11 @@
 
 import errno
 import hashlib
+import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,49 +20,23 @@ BLOCK = 1 << 22
 _PIECE = 1 << 20
 
 
-class _Hashing:
-    """File object for torch.save that writes to a file and computes its hash.
-
-    An exception would have to pass through torch's C++ code. So the first error is stored and
-    nothing more is written.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-        self.error: Exception | None = None
-
-    def write(self, data: Any) -> int:
-        """Write and hash all data; write nothing more after an error."""
-        view = memoryview(data)
-        try:
-            for start in range(0, len(view) if self.error is None else 0, _PIECE):
-                piece = view[start : start + _PIECE]
-                self.sha256.update(piece)
-                self._file.write(piece)
-        except (OSError, ValueError, MemoryError) as error:
-            self.error = error
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing; `torch.save` needs this method."""
-
-
 def write(path: Path, value: Any) -> dict[str, Any]:
     """Write a value with `torch.save`, wait for the disk and return size and hash of the file.
+
+    The value is small: its large tensors are in the data files.
 
     Raises:
         OSError: the file could not be written.
         RuntimeError: torch could not write the value.
     """
-    with open(path, "xb", buffering=_PIECE) as file:
-        hashing = _Hashing(file)
-        torch.save(value, cast(BinaryIO, hashing))
-        if hashing.error is not None:
-            raise hashing.error
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    content = memory.getbuffer()
+    with open(path, "xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        return {"size": file.tell(), "sha256": hashing.sha256.hexdigest()}
+        return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def name_of(rank: int) -> str:

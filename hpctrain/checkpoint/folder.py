@@ -111,7 +111,7 @@ class Folder:
                 self._put(temporary, final)
                 self._remove_old(step)
                 self._clear(locked=self._commit is not nullcontext)
-        # torch.save raises RuntimeError for a file that it cannot write.
+        # torch raises RuntimeError for lack of memory.
         except (OSError, RuntimeError, MemoryError) as error:
             raise self._failed(step, error) from None
         finally:

@@ -21,34 +21,13 @@ from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Save", "Writer", "save"]
+__all__ = ["Save", "Writer"]
 
 # The thread uses processor time that training leaves free; 19 is the lowest priority, see
 # setpriority(2).
 _NICE = 10
 # A rank that ends while it writes tells rank 0 so often that it is alive.
 _SECONDS_OF_A_SIGN = 0.5
-
-
-def save(
-    directory: RunDirectory, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]
-) -> Path:
-    """Commit a checkpoint in the calling thread, then remove all but the newest three.
-
-    Args:
-        directory: run directory.
-        step: optimizer steps done.
-        state: values for `torch.save` by name of the part; each part becomes a file.
-        facts: additional entries for the manifest; JSON values.
-
-    Returns:
-        Directory of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
-        UsageError: the state contains values that cannot be loaded again.
-    """
-    return Folder(directory).save(step, freeze(state), _as_json(facts))
 
 
 @dataclass

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -168,11 +167,9 @@ class CheckpointManager:
                 parts, extents = held(context, state)
                 prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
                 self._writer.start(on_all_ranks(context.backend, prepare))
-        if not to_disk:
-            return
-        self.saved = position
-        self._taken = [*self._taken[-2:], position]
-        self._since = time.monotonic()
+                self.saved = position
+                self._taken = [*self._taken[-2:], position]
+                self._since = time.monotonic()
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is written; called by all ranks.
@@ -232,7 +229,10 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
             with suppress(OSError):  # the first save will say why
                 probe.touch()
         backend.barrier()
-        seen = backend.gather_object(_can_write_beside(probe))
+        sees = False
+        with suppress(OSError):
+            sees = probe.exists() and os.access(probe.parent, os.W_OK)
+        seen = backend.gather_object(sees)
         if backend.rank == 0:
             probe.unlink(missing_ok=True)
         able = backend.broadcast_object([rank for rank, sees in enumerate(seen) if sees]) or able
@@ -247,14 +247,6 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
         error.reported_by_rank_0 = backend.rank > 0
         raise error
     return Team(backend.rank, able, backend.sharded, name, nonce)
-
-
-def _can_write_beside(path: Path) -> bool:
-    """Return whether this rank finds a file, and may write to its folder."""
-    try:
-        return path.exists() and os.access(path.parent, os.W_OK)
-    except OSError:
-        return False
 
 
 def _frozen(models: Sequence[nn.Module]) -> dict[str, Any]:

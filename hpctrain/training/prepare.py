@@ -385,22 +385,20 @@ def refuse_other_data(context: Context) -> None:
     Raises:
         UsageError: a rank has different data sets.
     """
-    own = [(len(dataset), _classes(dataset)) for dataset in context.datasets]
-    seen, hosts = context.backend.gather_object(own), context.roster.host_names
+    hosts, sets = context.roster.host_names, context.datasets
+    seen = context.backend.gather_object([(len(one), _classes(one)) for one in sets])
 
     def compare() -> None:
         for rank, theirs in enumerate(seen):
             if len(theirs) != len(seen[0]):
                 return
-            for (length, classes), (expected, expected_classes) in zip(
-                theirs, seen[0], strict=True
-            ):
-                if (length, classes) != (expected, expected_classes):
-                    other = " of other classes" if classes != expected_classes else ""
+            for own, first in zip(theirs, seen[0], strict=True):
+                if own != first:
+                    other = " of other classes" if own[1] != first[1] else ""
                     raise UsageError(
                         "HT611",
-                        f"a data set of {length:,} samples{other} at rank {rank} on {hosts[rank]}, "
-                        f"and of {expected:,} at rank 0 on {hosts[0]}",
+                        f"a data set of {own[0]:,} samples{other} at rank {rank} on {hosts[rank]}, "
+                        f"and of {first[0]:,} at rank 0 on {hosts[0]}",
                         "the same samples on all ranks",
                         "copy the same files to every host; to compare: find PATH -type f | wc -l",
                     )

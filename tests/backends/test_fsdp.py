@@ -8,13 +8,13 @@ import battery
 import pytest
 import ranks
 import torch
-from checkpoints import load_newest
+from checkpoints import load_newest, save
 from torch import nn
 
 import hpctrain
 import hpctrain.optim
 from hpctrain.backends.blocks import find_blocks
-from hpctrain.checkpoint import Weight, data_files, export, save
+from hpctrain.checkpoint import Weight, data_files, export
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 

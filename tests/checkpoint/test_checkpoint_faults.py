@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import ranks
-from checkpoints import names, newest, state_of, two_checkpoints
+from checkpoints import names, newest, save, state_of, two_checkpoints
 
 from hpctrain.backends.extent import Extent
-from hpctrain.checkpoint import Team, Writer, data_files, folder, process_name, save
+from hpctrain.checkpoint import Team, Writer, data_files, folder, process_name
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import load_newest, names, newest, state_of, two_checkpoints
+from checkpoints import load_newest, names, newest, save, state_of, two_checkpoints
 
-from hpctrain.checkpoint import save
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.loading import digest
 from hpctrain.checkpoint.snapshot import freeze

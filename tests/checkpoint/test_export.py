@@ -7,13 +7,14 @@ import sys
 
 import pytest
 import torch
+from checkpoints import save
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import hpctrain
-from hpctrain.checkpoint import export, fill_weights, save
+from hpctrain.checkpoint import export, fill_weights
 from hpctrain.cli import main
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory

@@ -9,10 +9,11 @@ import sys
 import numpy
 import pytest
 import torch
+from checkpoints import save
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint import check_weights, covering, export, fill_weights, save
+from hpctrain.checkpoint import check_weights, covering, export, fill_weights
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 

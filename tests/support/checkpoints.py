@@ -2,7 +2,8 @@
 
 import torch
 
-from hpctrain.checkpoint import open_newest, save
+from hpctrain.checkpoint import freeze, open_newest
+from hpctrain.checkpoint.folder import Folder
 from hpctrain.rundir import RunDirectory
 
 
@@ -11,6 +12,11 @@ def state_of(step, size=6):
         "model": {"weight": torch.full((size,), float(step))},
         "position": {"step": step},
     }
+
+
+def save(directory, step, state, facts):
+    """Commit a checkpoint in this thread, and return its folder."""
+    return Folder(directory).save(step, freeze(state), facts)
 
 
 def two_checkpoints(path):
