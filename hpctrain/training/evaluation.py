@@ -103,12 +103,7 @@ class Classification:
         UsageError: fewer than two classes.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        classes: int,
-        events: Events | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, classes: int, events: Events | None = None) -> None:
         if classes < 2:
             raise UsageError(
                 "HT603",
@@ -132,7 +127,7 @@ class Classification:
             # class. Last column: samples whose loss is NaN.
             cells = (classes + 2) * (classes + 1)
             self._guesses = torch.zeros(cells, dtype=torch.int64, device=device)
-            self._near = torch.zeros(classes + 2, dtype=torch.int64, device=device)
+            self._near = torch.zeros((), dtype=torch.int64, device=device)
             self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -161,8 +156,7 @@ class Classification:
         # torch.topk does not define which of equal outputs it returns.
         own = outputs.gather(1, classes.clamp(min=0)[:, None])
         ahead = (outputs > own) | ((outputs == own) & self._lower.index_select(0, rows))
-        near = (ahead.sum(dim=1) < _NEAR) & ~undecided
-        self._near.index_add_(0, rows, near.long())
+        self._near += ((ahead.sum(dim=1) < _NEAR) & ~undecided & (classes >= 0)).sum()
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check the properties of a batch that do not depend on its numbers."""
@@ -197,14 +191,12 @@ class Classification:
         """
         self._events.exchange(f"scores of {self._classes} classes")
         # One exchange for everything, as float64, which is exact below 2⁵³.
-        sums = self._backend.sum(
-            torch.cat([self._guesses.double(), self._near.double(), self._loss[None]])
-        ).cpu()
+        last = torch.stack([self._near.double(), self._loss])
+        sums = self._backend.sum(torch.cat([self._guesses.double(), last])).cpu()
         self._events.phase(IDLE)
-        cells = len(self._guesses)
-        table = sums[:cells].reshape(self._classes + 2, self._classes + 1)
+        table = sums[:-2].reshape(self._classes + 2, self._classes + 1)
         ignored, outside = int(table[0].sum()), int(table[-1].sum())
-        near, guesses = int(sums[cells + 1 : -2].sum()), table[1:-1]
+        guesses, (near, loss) = table[1:-1], sums[-2:].tolist()
         samples, right = guesses.sum(dim=1), guesses.diagonal()
         count = int(samples.sum())
         if outside or not count:
@@ -212,7 +204,7 @@ class Classification:
         return Scores(
             int(right.sum()) / count,
             near / count,
-            float(sums[-1]) / count,
+            loss / count,
             count,
             ignored,
             right / samples,

@@ -66,11 +66,7 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        directory: RunDirectory,
-        keep: int,
-        events: Events | None = None,
+        self, backend: Backend, directory: RunDirectory, keep: int, events: Events | None = None
     ) -> None:
         self._backend, self._events = backend, events or Events()
         self._on_host = backend.device.type == "cpu"
