@@ -32,13 +32,14 @@ class Restored:
             a copy in memory, or if there is none.
         own: what this rank alone has: `random` states, values of the next row of metrics (`log`),
             state of the script's own loader (`stream`); empty if the number of ranks has changed.
+            The run removes what it has used.
         left: states of objects that the script has not created yet, by name.
         later: groups of parameters that the script has not added to its optimizers yet.
     """
 
     position: Position
     on_disk: Position | None
-    own: Mapping[str, Any]
+    own: dict[str, Any]
     left: dict[str, Any]
     later: "list[LaterGroups]"
 
@@ -111,8 +112,9 @@ def restore(
                 "--run-dir DIR for another directory",
             )
     alike = len(state["ranks"]) == context.world.world_size
-    own = state["ranks"][context.world.rank] if alike else {}
-    _fill_buffers(context.models, own.get("buffers"))
+    saved = state["ranks"][context.world.rank] if alike else {}
+    _fill_buffers(context.models, saved.get("buffers"))
+    own = {name: saved[name] for name in ("random", "log", "stream") if name in saved}
     place = Position(
         position["step"],
         position["epoch"],

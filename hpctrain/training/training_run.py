@@ -87,7 +87,7 @@ class Run:
         self.finished = False
         self._epoch_step = 0  # steps done in this epoch
         self._batches = 0  # micro-batches done in this epoch
-        self._random: dict[str, Any] | None = None  # saved state, until training continues
+        self._own: dict[str, Any] = {}  # saved states of this rank, until they are used
         self._epochs: int | None = None
         limit = context.options.max_steps
         self._most_steps = sys.maxsize if limit is None else limit
@@ -96,7 +96,6 @@ class Run:
         self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
         self._compared = False  # whether the ranks have compared their data sets
         self._compares = _FIRST_STEPS  # steps left in which the ranks compare their weights
-        self._stream_state: Any = None  # saved state of a script's own loader, until it begins
         self._begun = False  # whether the loop has requested the batches of this epoch
         self._cut_short = False  # whether --max-steps ended the current epoch early
         self._paused = time.monotonic()  # end of the last batches
@@ -144,8 +143,7 @@ class Run:
         self._checkpoints = CheckpointManager(
             context, self._replicas, self._state, journal, on_disk, memory
         )
-        if resumed is not None:
-            self._metrics.load_state_dict(resumed.own.get("log") or {})
+        self._metrics.load_state_dict(self._own.pop("log", None) or {})
         self._agreement = agreement = Agreement(
             context, self._metrics, self._replicas, self._checkpoints, monitor
         )
@@ -194,7 +192,7 @@ class Run:
         self._epoch_step = position.epoch_step
         self._batches = position.batches(self._context.batches.accumulate)
         self._later = resumed.later
-        self._random, self._stream_state = resumed.own.get("random"), resumed.own.get("stream")
+        self._own = resumed.own
         if self.step > self._most_steps:
             raise UsageError(
                 "HT614",
@@ -294,7 +292,7 @@ class Run:
             self._look_around()
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
         random_states.seed(number, context.device, options.seed_everything)
-        state, self._stream_state = self._stream_state, None
+        state = self._own.pop("stream", None)
         iterator, length = epoch_batches.begin(
             loader, context, self.epoch, self._batches, state, self._monitor.see_samples
         )
@@ -544,9 +542,9 @@ class Run:
 
     def _put_back_random(self) -> None:
         """Restore the random state of this rank from the checkpoint."""
-        if self._random is not None:
-            random_states.put_back(self._random, self._context.device)
-            self._random = None
+        random = self._own.pop("random", None)
+        if random is not None:
+            random_states.put_back(random, self._context.device)
 
     def _plan(self, length: int | None) -> None:
         """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
