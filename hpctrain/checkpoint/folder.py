@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.data_files import Team, collect, hand_over, plan, tables, write_part
+from hpctrain.checkpoint.data_files import Team, collect, hand_over, tables, write_part
 from hpctrain.checkpoint.durable_files import name_of, sync, write, write_text
 from hpctrain.checkpoint.loading import (
     FORMAT,
@@ -75,54 +75,44 @@ class Folder:
         self._commit = commit
         self._host = _here()
         self._saves = 0
-        self._temporary: Path | None = None  # temporary folder being written
 
     def save(
-        self,
-        step: int,
-        snapshot: Snapshot,
-        facts: Mapping[str, Any],
-        temporary: Path | None = None,
-    ) -> Path:
+        self, step: int, snapshot: Snapshot, facts: Mapping[str, Any], temporary: Path
+    ) -> None:
         """Write a checkpoint, commit it, then remove the checkpoints that are not kept.
 
         Args:
             step: optimizer steps done.
-            snapshot: state to write; each part becomes a file.
+            snapshot: planned state to write; each part becomes a file.
             facts: additional entries for the manifest; JSON values.
-            temporary: folder to write, to which other ranks write, too (default: a new one).
+            temporary: result of `temporary`, to which other ranks write, too.
 
         Raises:
             CheckpointError: the checkpoint could not be written, and earlier ones are unchanged;
                 or `commit()` raised it.
         """
         final = self._directory.checkpoint(step)
-        self._temporary = temporary = temporary or self.temporary(step)
-        if not snapshot.writers:
-            plan(snapshot, self._team)
         try:
             if not final.parent.is_dir():
                 final.parent.mkdir(parents=True, exist_ok=True)
                 sync(final.parent.parent)
-            self._clear(locked=False)
+            self._clear(False, temporary)
             self._write(temporary, step, snapshot, facts)
             with self._commit():
                 self._settle()
                 self._put(temporary, final)
                 self._remove_old(step)
-                self._clear(locked=self._commit is not nullcontext)
+                self._clear(self._commit is not nullcontext, temporary)
         # torch raises RuntimeError for lack of memory.
         except (OSError, RuntimeError, MemoryError) as error:
             raise self._failed(step, error) from None
         finally:
             _remove(temporary)
-            self._temporary = None
-        return final
 
     def clear(self) -> None:
         """Remove what other ranks have written for a checkpoint that was not committed."""
         with contextlib.suppress(OSError):
-            self._clear(locked=False)
+            self._clear(False)
 
     def save_part(self, step: int, snapshot: Snapshot, temporary: Path) -> None:
         """Write the part of a rank other than 0, which commits it.
@@ -207,16 +197,17 @@ class Folder:
             folder.rename(temporary)
             _remove(temporary)
 
-    def _clear(self, locked: bool) -> None:
+    def _clear(self, locked: bool, own: Path | None = None) -> None:
         """Remove the temporary folders of earlier starts that have ended.
 
         Args:
             locked: whether no other start can commit now, so that folders of other hosts can be
                 removed too.
+            own: folder that this process writes now.
         """
         for entry in self._directory.checkpoints.iterdir():
             match = _TEMPORARY.match(entry.name)
-            if match is None or entry == self._temporary:
+            if match is None or entry == own:
                 continue
             if match["host"] == self._host:
                 # This process writes only its current folder.

@@ -12,9 +12,7 @@ import pytest
 import torch
 from checkpoints import load_newest, names, newest, save, state_of, two_checkpoints
 
-from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.loading import digest
-from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
@@ -189,9 +187,9 @@ def steps_kept(run, values, **options):
     """Save steps 1, 2, … with these values of a metric; return the steps that are kept."""
     name = options["best"]
     for step, value in enumerate(values, 1):
-        folder = Folder(run, **options)  # each by a new start, which reads the best from the disk
         metrics = {} if value is None else {name: value}
-        folder.save(step, freeze(state_of(step)), {"metrics": metrics})
+        # Each by a new start, which reads the best from the disk.
+        save(run, step, state_of(step), {"metrics": metrics}, **options)
     assert len(names(run)) == len(run.steps())
     return run.steps()
 
@@ -220,7 +218,7 @@ def test_best_checkpoint_is_kept(run, name, values, kept):
 def test_best_checkpoint_can_be_step_0(run):
     for step in range(4):
         metrics = {"loss": float(step)}
-        Folder(run, keep=1, best="loss").save(step, freeze(state_of(step)), {"metrics": metrics})
+        save(run, step, state_of(step), {"metrics": metrics}, keep=1, best="loss")
     assert run.steps() == [0, 3]
 
 
@@ -239,7 +237,7 @@ def test_resume_before_a_damaged_checkpoint_keeps_new_checkpoints(run):
     for step in (30, 40):
         flip_a_byte(run.checkpoint(step))
     assert newest(run) == 20
-    Folder(run, keep=1).save(25, freeze(state_of(25)), {})
+    save(run, 25, state_of(25), {}, keep=1)
     assert run.steps() == [25, 30, 40]
     assert newest(run) == 25
 

@@ -3,6 +3,7 @@
 import torch
 
 from hpctrain.checkpoint import freeze, open_newest
+from hpctrain.checkpoint.data_files import Team, plan
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.rundir import RunDirectory
 
@@ -14,9 +15,12 @@ def state_of(step, size=6):
     }
 
 
-def save(directory, step, state, facts):
-    """Commit a checkpoint in this thread, and return its folder."""
-    return Folder(directory).save(step, freeze(state), facts)
+def save(directory, step, state, facts, **options):
+    """Commit a checkpoint in this thread, with options of `Folder`, and return its folder."""
+    folder, snapshot = Folder(directory, **options), freeze(state)
+    plan(snapshot, Team())
+    folder.save(step, snapshot, facts, folder.temporary(step))
+    return directory.checkpoint(step)
 
 
 def two_checkpoints(path):
