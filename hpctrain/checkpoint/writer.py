@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -81,10 +80,7 @@ class Writer:
         self._clock = clock
         self._buffers = Buffers()
         self._structures: dict[str, bytes] = {}
-        self._jobs: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._idle = threading.Event()
-        self._idle.set()
+        self._thread: threading.Thread | None = None  # writes the newest save
         self._writing: Path | None = None  # folder of the newest save
         self._error: CheckpointError | None = None  # error of the newest finished save
         self._unreported: CheckpointError | None = None  # for `failure` and `wait`
@@ -121,7 +117,7 @@ class Writer:
             UsageError: the state contains values that cannot be loaded again; nothing is written.
             CheckpointError: `room` has raised it; nothing is written.
         """
-        self._idle.wait()
+        self._join()
         begin = self._clock()
         folder = self._folder.temporary(step)  # first: all ranks count their saves
         snapshot = freeze(state, self._structures, extents)
@@ -143,17 +139,24 @@ class Writer:
         self._team.written.clear()
         self._writing = save.folder
         copied = self._buffers.copy(save.snapshot)
-        self._team.foreground = not (copied and self._serving())
-        if self._team.foreground:
-            self._run(save)
-        else:
-            self._idle.clear()
-            self._jobs.put(save)
+        self._team.foreground = not copied
+        if copied:
+            thread = threading.Thread(
+                target=self._run_aside, args=(save,), name="checkpoint writer", daemon=True
+            )
+            try:
+                thread.start()
+                self._thread = thread
+                return
+            except RuntimeError as error:  # from a limit on processes
+                logger.warning("training waits while a checkpoint is written: %s", error)
+                self._team.foreground = True
+        self._run(save)
 
     def settle(self) -> None:
         """Wait until this rank has written its part; rank 0 does not wait for the others."""
         if self._team.rank:
-            self._idle.wait()
+            self._join()
 
     def all_written(self) -> None:
         """Tell this writer, at rank 0, that all ranks have returned from `settle`."""
@@ -165,7 +168,7 @@ class Writer:
         Raises:
             CheckpointError: the last save failed.
         """
-        self._idle.wait()
+        self._join()
         if self._error is not None:
             self._unreported = None
             raise self._error
@@ -176,41 +179,31 @@ class Writer:
         return error
 
     def close(self) -> None:
-        """Wait until everything is written and end the thread.
+        """Wait until everything is written.
 
         Ranks that are gone are not waited for: their checkpoint is not committed.
         """
         self._team.leaving.set()
-        while not self._idle.wait(_SECONDS_OF_A_SIGN):
-            if self._team.rank and self._writing is not None:
+        while self._thread is not None:
+            self._thread.join(_SECONDS_OF_A_SIGN)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif self._team.rank and self._writing is not None:
                 note_alive(self._writing, self._team.rank)
         if self._team.name and self._team.rank == 0:
             self._folder.clear()
+
+    def _join(self) -> None:
+        """Wait until the newest save is written."""
         if self._thread is not None:
-            self._jobs.put(None)
             self._thread.join()
             self._thread = None
 
-    def _serving(self) -> bool:
-        """Start the thread if needed; return False if a limit on processes forbids it."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._serve, name="checkpoint writer", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                logger.warning("training waits while a checkpoint is written: %s", error)
-                return False
-            self._thread = thread
-        return True
-
-    def _serve(self) -> None:
+    def _run_aside(self, job: Save) -> None:
         with contextlib.suppress(OSError):  # a container may forbid it
             # On Linux each thread has its own priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while (job := self._jobs.get()) is not None:
-            self._run(job)
-            del job  # the buffers may be reused
-            self._idle.set()
+        self._run(job)
 
     def _run(self, job: Save) -> None:
         """Write and commit; log an error and keep it for `failure` and `wait`."""
@@ -223,7 +216,7 @@ class Writer:
             self.committed = job.step
         except CheckpointError as failed:
             error = failed
-        except Exception as unknown:  # nothing may end the thread: save() waits for it
+        except Exception as unknown:  # of any kind: `failure` reports it
             error = CheckpointError(
                 "HT705",
                 f"the checkpoint of step {job.step} could not be written: "

@@ -413,7 +413,7 @@ def test_failed_checkpoint_is_reported_once(run, writer, log, monkeypatch):
         with pytest.raises(CheckpointError, match="step 2 could not be written"):
             writer.wait()
         writer.save(3, {"model": torch.ones(3)}, {})  # does not raise the previous error
-        writer._idle.wait()
+        writer._join()
         error = writer.failure()
     assert "step 3 could not be written" in error.found
     assert error.fixes[0].startswith("df -h")
