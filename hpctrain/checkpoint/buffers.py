@@ -64,7 +64,6 @@ class Buffers:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
                 snapshot.events.append(event)
-        snapshot.copied = True
         return True
 
     def _take(self, sizes: Sequence[tuple[int, bool]]) -> list[Tensor] | None:
@@ -73,20 +72,16 @@ class Buffers:
         for size, buffer in self._buffers:
             pool.setdefault(size, []).append(buffer)
         found = [pool[size].pop() if pool.get(size) else None for size in sizes]
-        self._buffers = [(n, b) for n, b in zip(sizes, found, strict=True) if b is not None]
+        pairs = list(zip(sizes, found, strict=True))
+        self._buffers = [(size, buffer) for size, buffer in pairs if buffer is not None]
         pool.clear()
-        more = sum(
-            _buffer_bytes(*n) for n, buffer in zip(sizes, found, strict=True) if buffer is None
-        )
+        more = sum(_buffer_bytes(*size) for size, buffer in pairs if buffer is None)
         room = available() if more else None
         if room is not None and more > _SHARE * room:
             self._refuse(f"{_mb(more)} more are needed and {_mb(room)} available")
             return None
         try:
-            taken = [
-                _new(*size) if buffer is None else buffer
-                for size, buffer in zip(sizes, found, strict=True)
-            ]
+            taken = [_new(*size) if buffer is None else buffer for size, buffer in pairs]
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
             self._refuse((str(error).splitlines() or ["MemoryError"])[0])
             return None

@@ -109,14 +109,12 @@ class Snapshot:
         parts: parts by name.
         pieces: what this rank writes to its data file, in order.
         writers: ranks that write; empty before `data_files.plan`.
-        copied: whether the tensors are copies; otherwise they are the caller's tensors.
         events: CUDA events that must complete before the copies may be read.
     """
 
     parts: dict[str, Part]
     pieces: list[Piece] = field(default_factory=list)
     writers: set[int] = field(default_factory=set)
-    copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
 
     @property
