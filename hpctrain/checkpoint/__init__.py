@@ -14,21 +14,13 @@ with a rename. `loading` checks what it loads against the manifest, and `stored`
 from hpctrain.checkpoint.data_files import Team
 from hpctrain.checkpoint.export import export, frozen
 from hpctrain.checkpoint.folder import process_name
-from hpctrain.checkpoint.loading import (
-    Opened,
-    open_checkpoint,
-    open_newest,
-    places,
-    read_manifest,
-    refuse_damaged,
-)
+from hpctrain.checkpoint.loading import open_checkpoint, places, refuse_damaged
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.stored import Stored
 from hpctrain.checkpoint.weights import Weight, check_weights, covering, fill_weights
 from hpctrain.checkpoint.writer import Writer
 
 __all__ = [
-    "Opened",
     "Stored",
     "Team",
     "Weight",
@@ -40,9 +32,7 @@ __all__ = [
     "freeze",
     "frozen",
     "open_checkpoint",
-    "open_newest",
     "places",
     "process_name",
-    "read_manifest",
     "refuse_damaged",
 ]

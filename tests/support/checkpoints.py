@@ -2,9 +2,10 @@
 
 import torch
 
-from hpctrain.checkpoint import freeze, open_newest
+from hpctrain.checkpoint import freeze
 from hpctrain.checkpoint.data_files import Team, plan
 from hpctrain.checkpoint.folder import Folder
+from hpctrain.checkpoint.loading import open_newest
 from hpctrain.rundir import RunDirectory
 
 
