@@ -40,15 +40,15 @@ class Weight:
 
     Args:
         shape: shape of the weight.
-        read: function that returns the rows from one number up to another one; None for all rows.
+        read: function that returns the rows of a slice; all of it for `...`.
     """
 
-    def __init__(self, shape: Sequence[int], read: Callable[[slice | None], Tensor]) -> None:
+    def __init__(self, shape: Sequence[int], read: Callable[[Any], Tensor]) -> None:
         self.shape, self._read = torch.Size(shape), read
 
     def whole(self) -> Tensor:
         """Read all of it."""
-        return self._read(None)
+        return self._read(...)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Read some rows."""
@@ -235,7 +235,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     def weight(name: str) -> Weight:
         part = file.get_slice(name)
         return Weight(
-            part.get_shape(), lambda rows: file.get_tensor(name) if rows is None else part[rows]
+            part.get_shape(), lambda rows: file.get_tensor(name) if rows is ... else part[rows]
         )
 
     weights = {name: weight(name) for name in file.keys()}  # noqa: SIM118
@@ -248,11 +248,7 @@ def _read_dcp(path: Path) -> dict[str, Any]:
     """Return the weights of a folder of torch.distributed.checkpoint by name."""
 
     def weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Weight:
-        def read(rows: slice | None) -> Tensor:
-            whole = dcp.load(path, name, shape, dtype)
-            return whole if rows is None else whole[rows]
-
-        return Weight(shape, read)
+        return Weight(shape, lambda rows: dcp.load(path, name, shape, dtype)[rows])
 
     return {name: weight(name, *entry) for name, entry in dcp.find(path).items()}
 
@@ -262,7 +258,7 @@ def _in_memory(tensor: Tensor) -> Weight:
         raise ValueError(
             "its tensors are in other files of a checkpoint; hpctrain export RUN_DIR FILE has all"
         )
-    return Weight(tensor.shape, lambda rows: tensor if rows is None else tensor[rows])
+    return Weight(tensor.shape, lambda rows: tensor if rows is ... else tensor[rows])
 
 
 def _unreadable(path: Path, error: Exception) -> UsageError:
