@@ -249,12 +249,15 @@ class Folder:
 
 def _lines(manifest: Mapping[str, Any]) -> str:
     """Return a manifest as JSON, with a line for each file and tensor."""
-    texts = {n: json.dumps(v) for n, v in manifest.items() if n not in ("files", "tensors")}
-    texts["files"] = _members({n: json.dumps(entry) for n, entry in manifest["files"].items()})
-    texts["tensors"] = _members(
-        {n: _block("[]", map(json.dumps, those)) for n, those in manifest["tensors"].items()}
-    )
-    return _members(texts)
+    tables = {
+        "files": {name: json.dumps(entry) for name, entry in manifest["files"].items()},
+        "tensors": {
+            name: _block("[]", map(json.dumps, those))
+            for name, those in manifest["tensors"].items()
+        },
+    }
+    texts = {name: json.dumps(value) for name, value in manifest.items() if name not in tables}
+    return _members(texts | {name: _members(table) for name, table in tables.items()})
 
 
 def _members(texts: Mapping[str, str]) -> str:

@@ -162,8 +162,12 @@ class Gradients:
         masters = [self._precision.master(parameter) for parameter in given]
         wanted = set(map(id, masters))
         self._backend.sync_gradients()
-        optimizers = self._context.optimizers
-        self.unscale([o for o in optimizers if not wanted.isdisjoint(map(id, parameters_of(o)))])
+        concerned = [
+            optimizer
+            for optimizer in self._context.optimizers
+            if not wanted.isdisjoint(map(id, parameters_of(optimizer)))
+        ]
+        self.unscale(concerned)
         return self._clipped(masters, clip)
 
     def before_clipping(self, finds_none: bool) -> None:
