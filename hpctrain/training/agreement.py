@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from hpctrain.monitoring.timings import Timings
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet
 from hpctrain.training.context import Context
 from hpctrain.training.metrics import Metrics
-from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import REASONS
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.state import refuse_streak
@@ -23,7 +23,7 @@ class Agreement:
 
     Args:
         context: context of the training.
-        metrics, replicas, saves, monitor: parts of the run, which act on the decisions.
+        metrics, replicas, saves, timings: parts of the run, which act on the decisions.
 
     Attributes:
         due: counts a step, and returns whether `step` is due; see `Consensus.due`.
@@ -39,10 +39,10 @@ class Agreement:
         metrics: Metrics,
         replicas: ReplicaCheck,
         saves: CheckpointManager,
-        monitor: Monitor,
+        timings: Timings,
     ) -> None:
         self._context, self._metrics, self._replicas = context, metrics, replicas
-        self._saves, self._monitor = saves, monitor
+        self._saves, self._timings = saves, timings
         self._consensus = Consensus(context.backend)
         self.due = self._consensus.due  # a step calls it without a function in between
         self.stop: str | None = None
@@ -93,7 +93,7 @@ class Agreement:
             _NOT_WRITTEN: float(saves.failed()),
             _NO_ROOM: float(saves.no_room()),
             _OVERDUE: float(saves.overdue()),
-            _MEASURED: float(self._monitor.due()),
+            _MEASURED: float(self._timings.due()),
         }
 
     def _doing(self, step: int, epoch: int) -> str:
@@ -117,5 +117,7 @@ class Agreement:
             if self.stop and self.stop.startswith("SIG") and ranks == 1:
                 self.asking = f" (rank {sums[_ASKING]:.0f})"
         self._metrics.poll()
-        self._monitor.exchange_timings(sums[_MEASURED] > 0, step, epoch)
+        self._timings.poll()
+        if sums[_MEASURED]:
+            self._timings.begin(step, epoch)
         return sums[_OVERDUE] > 0

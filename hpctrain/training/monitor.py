@@ -50,6 +50,9 @@ class Monitor:
         name: name of the run.
         seconds: seconds that this rank has spent in each phase of the loop; the watchdog counts
             them.
+
+    Attributes:
+        timings: timings of all ranks, whose lines the run begins and ends.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Monitor:
         on_gpu = context.device.type == "cuda"
         self._clock = (DeviceClock if on_gpu else Clock)(seconds)
         hosts, accumulate = roster.host_names, context.batches.accumulate
-        self._timings = Timings(context.backend, self._clock, hosts, directory, accumulate)
+        self.timings = Timings(context.backend, self._clock, hosts, directory, accumulate)
         self._progress = Lines(Course(options.max_steps))
         self._draws = False
         self._tracking: Tracking | None = None
@@ -154,7 +157,7 @@ class Monitor:
 
     def step(self, step: int) -> None:
         """Record the end of a step, with the number of steps done."""
-        self._timings.step()
+        self.timings.step()
         if self._draws:
             self._progress.step(step)
         if self._profile is not None:
@@ -194,25 +197,6 @@ class Monitor:
         self._progress.row(row, training)
         if self._tracking is not None:
             self._tracking.row(row)
-
-    def due(self) -> bool:
-        """Check whether the timings of all ranks are due; only rank 0 can return True."""
-        return self._timings.due()
-
-    def exchange_timings(self, due: bool, step: int, epoch: int) -> None:
-        """Exchange timings if they are due; called by all ranks at one step, once a second.
-
-        Args:
-            due: whether the timings are due at rank 0.
-            step, epoch: position of the run.
-        """
-        self._timings.poll()
-        if due:
-            self._timings.begin(step, epoch)
-
-    def finish(self, step: int, epoch: int) -> None:
-        """Complete the timings after training; called by all ranks, which may wait."""
-        self._timings.finish(step, epoch)
 
     def facts(self) -> dict[str, float]:
         """Return the training time in seconds, and the samples per second."""

@@ -145,7 +145,7 @@ class Run:
         )
         self._metrics.load_state_dict(self._own.pop("log", None) or {})
         self._agreement = agreement = Agreement(
-            context, self._metrics, self._replicas, self._checkpoints, monitor
+            context, self._metrics, self._replicas, self._checkpoints, monitor.timings
         )
         logger.info("run directory %s", self.directory.path)
         agreement.now("the beginning of the run", self.step, self.epoch)
@@ -458,7 +458,7 @@ class Run:
         if self._position() != self._checkpoints.saved:
             self.save()
         self._events.phase(SAVING)
-        self._monitor.finish(self.step, self.epoch)
+        self._monitor.timings.finish(self.step, self.epoch)
         try:
             self._checkpoints.finish()
         except ReplacedError:
@@ -592,7 +592,7 @@ class Run:
         self._agreement.now("the end of the run", self.step, self.epoch)
         self._events.phase(SAVING)
         self._metrics.flush()
-        self._monitor.finish(self.step, self.epoch)
+        self._monitor.timings.finish(self.step, self.epoch)
         self._checkpoints.finish()
 
     def _close(self, error: BaseException | None) -> None:
