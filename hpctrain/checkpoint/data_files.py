@@ -14,10 +14,9 @@ import json
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,15 @@ __all__ = [
 LEAST_BYTES = 1 << 24
 # Elements begin at multiples of this, so that a reader may map the file.
 ALIGNMENT = 16
-_SECONDS_AFTER_ALL = 10.0  # for a network file system to show what the other hosts have written
-_SECONDS_WITHOUT_CHANGE = 3.0
-_SECONDS_IN_FOREGROUND = 60.0
+# By what is known of the other ranks: for how many seconds rank 0 waits for their parts while it
+# sees no change, and what it then says of a rank whose part is not there. A network file system may
+# show late what other hosts have written.
+_PATIENCE = {
+    "writing": (math.inf, ""),
+    "waited for by the training": (60.0, "did not write its part"),
+    "leaving": (3.0, "did not write its part"),
+    "ready": (10.0, "wrote a part, which does not show up here"),
+}
 
 
 @dataclass
@@ -59,9 +64,8 @@ class Team:
         name: host and process of rank 0, in the names of temporary folders; empty for a process
             alone.
         nonce: text that no other start has.
-        written: set when all ranks have written their parts.
-        leaving: set when ranks may be gone.
-        foreground: whether rank 0 waits for the others in its training.
+        others: what is known of the other ranks: `writing`, `waited for by the training` of rank 0,
+            `leaving` (some may be gone), or `ready` (all have written their parts).
     """
 
     rank: int = 0
@@ -69,9 +73,7 @@ class Team:
     divided: bool = False
     name: str = ""
     nonce: str = ""
-    written: threading.Event = field(default_factory=threading.Event)
-    leaving: threading.Event = field(default_factory=threading.Event)
-    foreground: bool = False
+    others: str = "writing"
 
 
 def plan(snapshot: Snapshot, team: Team) -> None:
@@ -175,13 +177,7 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
         missing = [rank for rank, path in waited.items() if path.name not in names]
         if not missing:
             break
-        now, limit, what = _size_and_time(folder), math.inf, "did not write its part"
-        if team.written.is_set():
-            limit, what = _SECONDS_AFTER_ALL, "wrote a part, which does not show up here"
-        elif team.leaving.is_set():
-            limit = _SECONDS_WITHOUT_CHANGE
-        elif team.foreground:
-            limit = _SECONDS_IN_FOREGROUND
+        now, (limit, what) = _size_and_time(folder), _PATIENCE[team.others]
         if now != before or limit == math.inf:
             before, since = now, time.monotonic()
         if time.monotonic() - since > limit:

@@ -124,7 +124,10 @@ class Snapshot:
 
     def sources(self) -> list[Tensor]:
         """Return the memory of all tensors that are written, as bytes."""
-        storages = [_bytes(storage) for storage in storages_in(self).values()]
+        storages = [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in storages_in(self).values()
+        ]
         return [*storages, *(piece.source for piece in self.pieces)]
 
     def ready(self) -> None:
@@ -309,7 +312,3 @@ def storages_in(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
 def key_of(tensor: Tensor) -> int:
     """Return a key that is equal for tensors that share a storage."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -124,7 +124,9 @@ class Writer:
         plan(snapshot, self._team)
         if self._room is not None:
             self._room(snapshot.size)
-        return Save(step, snapshot, _as_json(facts), begin, folder)
+        # As a manifest returns them, with string keys.
+        copy = dict(json.loads(json.dumps(dict(facts))))
+        return Save(step, snapshot, copy, begin, folder)
 
     def start(self, save: Save) -> None:
         """Copy the tensors of a state, and write the copy in the background.
@@ -136,10 +138,9 @@ class Writer:
         Args:
             save: result of `prepare`.
         """
-        self._team.written.clear()
         self._writing = save.folder
         copied = self._buffers.copy(save.snapshot)
-        self._team.foreground = not copied
+        self._team.others = "writing"
         if copied:
             thread = threading.Thread(
                 target=self._run_aside, args=(save,), name="checkpoint writer", daemon=True
@@ -150,7 +151,7 @@ class Writer:
                 return
             except RuntimeError as error:  # from a limit on processes
                 logger.warning("training waits while a checkpoint is written: %s", error)
-                self._team.foreground = True
+        self._team.others = "waited for by the training"
         self._run(save)
 
     def settle(self) -> None:
@@ -160,7 +161,7 @@ class Writer:
 
     def all_written(self) -> None:
         """Tell this writer, at rank 0, that all ranks have returned from `settle`."""
-        self._team.written.set()
+        self._team.others = "ready"
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -183,7 +184,8 @@ class Writer:
 
         Ranks that are gone are not waited for: their checkpoint is not committed.
         """
-        self._team.leaving.set()
+        if self._team.others != "ready":
+            self._team.others = "leaving"
         while self._thread is not None:
             self._thread.join(_SECONDS_OF_A_SIGN)
             if not self._thread.is_alive():
@@ -227,8 +229,3 @@ class Writer:
         seconds = self._clock() - job.begin
         self.seconds = max(seconds, self.seconds or 0.0)
         self._error, self._unreported = error, error or self._unreported
-
-
-def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the facts as a manifest returns them, with string keys."""
-    return dict(json.loads(json.dumps(dict(facts))))

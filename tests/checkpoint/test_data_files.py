@@ -241,7 +241,7 @@ def test_full_disk_of_one_rank_keeps_the_previous(run, saved, monkeypatch, rank)
 
 
 def test_rank_that_died_costs_the_checkpoint_and_no_wait(run, saved, monkeypatch):
-    monkeypatch.setattr(data_files, "_SECONDS_WITHOUT_CHANGE", 0.1)
+    monkeypatch.setitem(data_files._PATIENCE, "leaving", (0.1, "did not write its part"))
     saved.save(3, ranks=[1, 0])
     saved.writers[1].settle()
     saved.close()
@@ -252,7 +252,8 @@ def test_rank_that_died_costs_the_checkpoint_and_no_wait(run, saved, monkeypatch
 
 def test_part_that_does_not_show_up_is_named(run, saved, monkeypatch):
     """Let a rank write to another file system."""
-    monkeypatch.setattr(data_files, "_SECONDS_AFTER_ALL", 0.1)
+    text = "wrote a part, which does not show up here"
+    monkeypatch.setitem(data_files._PATIENCE, "ready", (0.1, text))
     saved.save(3, ranks=[1, 0])
     saved.settle()
     with pytest.raises(CheckpointError, match="rank 2 wrote a part, which does not show up here"):
@@ -262,7 +263,7 @@ def test_part_that_does_not_show_up_is_named(run, saved, monkeypatch):
 
 def test_rank_that_still_writes_at_the_end_is_waited_for(run, saved, monkeypatch):
     """Let a rank wait for its disk for longer than rank 0 waits for a dead rank."""
-    monkeypatch.setattr(data_files, "_SECONDS_WITHOUT_CHANGE", 0.3)
+    monkeypatch.setitem(data_files._PATIENCE, "leaving", (0.3, "did not write its part"))
     monkeypatch.setattr("hpctrain.checkpoint.writer._SECONDS_OF_A_SIGN", 0.05)
     real, waits = os.fsync, threading.Event()
 
@@ -284,7 +285,8 @@ def test_rank_that_still_writes_at_the_end_is_waited_for(run, saved, monkeypatch
 
 def test_dead_rank_does_not_hold_a_training_without_memory_for_copies(run, saved, monkeypatch):
     """Without a copy, rank 0 waits for the others inside of its training."""
-    monkeypatch.setattr(data_files, "_SECONDS_IN_FOREGROUND", 0.1)
+    late = 0.1, "did not write its part"
+    monkeypatch.setitem(data_files._PATIENCE, "waited for by the training", late)
     monkeypatch.setattr("hpctrain.checkpoint.buffers.available", lambda: 0)
     for writer in saved.writers:
         writer._buffers._buffers = []  # those of the saves before
