@@ -139,9 +139,8 @@ class Writer:
             save: result of `prepare`.
         """
         self._writing = save.folder
-        copied = self._buffers.copy(save.snapshot)
         self._team.others = "writing"
-        if copied:
+        if self._buffers.copy(save.snapshot):
             thread = threading.Thread(
                 target=self._run_aside, args=(save,), name="checkpoint writer", daemon=True
             )

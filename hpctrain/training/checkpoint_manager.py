@@ -62,8 +62,8 @@ class CheckpointManager:
         self._facts = identity.facts(journal.directory, context.world)
         self._replicas = replicas
         self.saved = saved
-        self._first = saved
-        self._taken: list[Position] = []  # positions saved since then, the newest last
+        # By step; None stands for the beginning of this start.
+        self._taken: dict[int | None, Position | None] = {None: saved}
         self._replaced: ReplacedError | None = None
         options, lock = context.options, journal.lock
         self._writer = Writer(
@@ -110,8 +110,7 @@ class CheckpointManager:
         step = on_rank_zero(self._context.backend, look)
         if self._context.world.rank > 0:
             logger.warning("rank 0 could not write a checkpoint; its log says why")
-        written = [one for one in self._taken if step is not None and one.step == step]
-        self.saved = written[-1] if written else self._first
+        self.saved = self._taken.get(step, self._taken[None])
 
     def no_room(self) -> bool:
         """Check whether this host has no room for copies in memory."""
@@ -168,7 +167,7 @@ class CheckpointManager:
                 prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
                 self._writer.start(on_all_ranks(context.backend, prepare))
                 self.saved = position
-                self._taken = [*self._taken[-2:], position]
+                self._taken[position.step] = position
                 self._since = time.monotonic()
 
     def finish(self) -> None:

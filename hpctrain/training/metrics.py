@@ -227,8 +227,7 @@ class Metrics:
         return self._noted[1] if self._noted[0] == step else {}
 
     def _note(self, step: int, numbers: Mapping[str, float]) -> None:
-        known = self._noted[1] if self._noted[0] == step else {}
-        self._noted = (step, {**known, **numbers})
+        self._noted = (step, {**self.at(step), **numbers})
 
     def close(self) -> None:
         """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
