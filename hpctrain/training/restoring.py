@@ -1,7 +1,8 @@
 """Restoring of a run from the newest checkpoint, on the disk or in memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.state import Position
 
-__all__ = ["LaterGroups", "Restored", "restore"]
+__all__ = ["Restored", "restore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,15 @@ class Restored:
             state of the script's own loader (`stream`); empty if the number of ranks has changed.
             The run removes what it has used.
         left: states of objects that the script has not created yet, by name.
-        later: groups of parameters that the script has not added to its optimizers yet.
+        later: functions to call before the first step; they add the groups of parameters that the
+            script has not added to its optimizers until then.
     """
 
     position: Position
     on_disk: Position | None
     own: dict[str, Any]
     left: dict[str, Any]
-    later: "list[LaterGroups]"
+    later: list[Callable[[], None]]
 
 
 def restore(
@@ -74,8 +76,7 @@ def restore(
     _fill("model", context.models, state["model"])
     _train_again(context, position)
     rates = _rates(context)
-    later = _later_groups(context, position, state["optimizer"])
-    states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
+    states, later = _split_groups(context, position, state["optimizer"])
     _fill("optimizer", context.optimizers, states)
     course = context.options.sets_rates or any(map(scheduled, context.optimizers))
     if rates != _rates(context) and not course:
@@ -125,61 +126,51 @@ def restore(
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
     on_disk = place if older is None else Position(older) if 0 <= older < step else None
-    return Restored(place, on_disk, own, left, list(later.values()))
+    return Restored(place, on_disk, own, left, later)
 
 
-class LaterGroups:
-    """Groups that `add_param_group` added to an optimizer during training, as for unfrozen layers.
+def _split_groups(
+    context: Context, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Callable[[], None]]]:
+    """Return what each optimizer can load, and functions that add the groups which it lacks.
 
-    A script that resumes may add them again, or may already be past the place where it did.
+    `add_param_group` may have added groups during training, as for unfrozen layers. A script that
+    resumes may add them again, or may already be past the place where it did.
+    """
+    first, names = list(states), position.get("groups", [])
+    later: list[Callable[[], None]] = []
+    for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False)):
+        there = len(optimizer.param_groups)
+        if number < len(names) and len(saved["param_groups"]) > there:
+            groups = saved["param_groups"][:there]
+            kept = {index for group in groups for index in group["params"]}
+            state = {index: one for index, one in saved["state"].items() if index in kept}
+            first[number] = {**saved, "state": state, "param_groups": groups}
+            later.append(partial(_add_groups, context, optimizer, saved, names[number]))
+    return first, later
+
+
+def _add_groups(
+    context: Context,
+    optimizer: Optimizer,
+    saved: dict[str, Any],
+    names: Sequence[Sequence[tuple[int, str]]],
+) -> None:
+    """Add the groups that are still missing, and load all.
 
     Args:
         context: context of the training.
-        optimizer: optimizer that has only the first groups.
+        optimizer: optimizer with the first groups, or with all.
         saved: complete saved state of the optimizer.
         names: for each group, the model index and name of its parameters.
-
-    Attributes:
-        optimizer: optimizer as given.
-        first: saved state of the groups that the optimizer has.
     """
-
-    def __init__(
-        self,
-        context: Context,
-        optimizer: Optimizer,
-        saved: dict[str, Any],
-        names: Sequence[Sequence[tuple[int, str]]],
-    ) -> None:
-        self._parts, self.optimizer, self._saved, self._names = context, optimizer, saved, names
-        groups = saved["param_groups"][: len(optimizer.param_groups)]
-        kept = {number for group in groups for number in group["params"]}
-        state = {number: one for number, one in saved["state"].items() if number in kept}
-        self.first = {**saved, "state": state, "param_groups": groups}
-
-    def take_up(self) -> None:
-        """Add the groups that are still missing, and load all; called before the first step."""
-        there = len(self.optimizer.param_groups)
-        for group, names in zip(
-            self._saved["param_groups"][there:], self._names[there:], strict=True
-        ):
-            models = [dict(model.named_parameters()) for model in self._parts.models]
-            own = [self._parts.precision.master(models[n][name]) for n, name in names]
-            self.optimizer.add_param_group({**group, "params": own})
-            logger.info("%d parameters that were added to the optimizer are again", len(own))
-        self.optimizer.load_state_dict(self._saved)
-
-
-def _later_groups(
-    context: Context, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
-) -> dict[int, LaterGroups]:
-    """Return the groups that optimizers have only in the checkpoint, by index of the optimizer."""
-    names = position.get("groups", [])
-    return {
-        number: LaterGroups(context, optimizer, saved, names[number])
-        for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False))
-        if number < len(names) and len(saved["param_groups"]) > len(optimizer.param_groups)
-    }
+    there = len(optimizer.param_groups)
+    models = [dict(model.named_parameters()) for model in context.models]
+    for group, added in zip(saved["param_groups"][there:], names[there:], strict=True):
+        own = [context.precision.master(models[n][name]) for n, name in added]
+        optimizer.add_param_group({**group, "params": own})
+        logger.info("%d parameters that were added to the optimizer are again", len(own))
+    optimizer.load_state_dict(saved)
 
 
 def _train_again(context: Context, position: Mapping[str, Any]) -> None:

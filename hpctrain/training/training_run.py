@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,7 @@ from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import Stopped
 from hpctrain.training.replica_check import ReplicaCheck
-from hpctrain.training.restoring import LaterGroups, Restored, restore
+from hpctrain.training.restoring import Restored, restore
 from hpctrain.training.state import Position, refuse_stateless
 
 __all__ = ["Run"]
@@ -79,7 +79,7 @@ class Run:
         refuse_stateless(state)
         self._context, self._gradients = context, gradients
         self._state = dict(state)
-        self._later: list[LaterGroups] = []
+        self._later: list[Callable[[], None]] = []  # what adds groups to the optimizers
         self._left: dict[str, Any] = {}  # saved states of objects that do not exist yet
         self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
         self.step = 0
@@ -381,7 +381,7 @@ class Run:
                 "for batch in run.batches(loader): … session.step(loss)",
             )
         while self._later:
-            self._later.pop().take_up()
+            self._later.pop()()
 
     def _count_step(self) -> None:
         """Count a step; called when an optimizer has stepped, or skipped a step that overflowed.
