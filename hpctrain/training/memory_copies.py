@@ -10,7 +10,6 @@ counts if every rank has its part of it, on the same host as before.
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,10 @@ from hpctrain.training import identity
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 
-__all__ = ["Copy", "MemoryCopies"]
+__all__ = ["MemoryCopies"]
 
 # Share of the free memory that a copy may use: loader workers and NCCL use /dev/shm, too.
 _SHARE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A copy of the state.
-
-    Attributes:
-        step: step of the state.
-        source: rank that has loaded it.
-        everywhere: whether all ranks have loaded it.
-    """
-
-    step: int
-    source: int
-    everywhere: bool
 
 
 class MemoryCopies:
@@ -79,6 +63,7 @@ class MemoryCopies:
         self._step = 0  # step of the copy that is being written
         self._full = False  # whether a copy could not be written
         self._loaded: tuple[int, dict[str, Any]] | None = None
+        self._steps: Sequence[int] = ()  # of what each rank has loaded; -1 for nothing
 
     @classmethod
     def of_run(
@@ -100,8 +85,8 @@ class MemoryCopies:
             return None
         return cls(context, directory, env)
 
-    def newest(self) -> Copy | None:
-        """Load and return the newest whole copy that any host has; called by all ranks."""
+    def newest(self) -> int | None:
+        """Load the newest whole copy of any host, and return its step; called by all ranks."""
         starts = on_rank_zero(self._backend, self._starts)
         found = places(self._place)
         if self._divided:
@@ -109,19 +94,23 @@ class MemoryCopies:
             common = on_rank_zero(self._backend, lambda: set.intersection(*everywhere))
             found = {step: found[step] for step in sorted(common)}
         self._loaded = self._load(starts, found)
-        steps = self._backend.gather_object(-1 if self._loaded is None else self._loaded[0])
-        copy = on_rank_zero(self._backend, lambda: _newest(steps))
-        return copy if copy is None or copy.everywhere or not self._divided else None
+        own = -1 if self._loaded is None else self._loaded[0]
+        self._steps = self._backend.broadcast_object(self._backend.gather_object(own))
+        step = max(self._steps)
+        return None if step < 0 or (self._divided and min(self._steps) < step) else step
 
-    def state(self, copy: Copy) -> dict[str, Any]:
-        """Return the state of a copy that `newest` has returned; called by all ranks."""
-        own = self._loaded[1] if self._loaded and self._loaded[0] == copy.step else {}
-        if copy.everywhere:
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the copy that `newest` has found; called by all ranks.
+
+        Args:
+            step: result of `newest`.
+        """
+        own = self._loaded[1] if self._loaded and self._loaded[0] == step else {}
+        if min(self._steps) == step:
             return own
         # Part by part, because each is pickled as a whole.
-        parts = self._backend.broadcast_object(list(own), copy.source)
-        share = self._backend.broadcast_object
-        return {part: share(own.get(part), copy.source) for part in parts}
+        source, share = self._steps.index(step), self._backend.broadcast_object
+        return {part: share(own.get(part), source) for part in share(list(own), source)}
 
     def keep_only(self, step: int | None) -> None:
         """Remove the copies of other steps than that at which this start goes on."""
@@ -242,11 +231,3 @@ class MemoryCopies:
                 if self.writes:
                     logger.warning("%s; the next best copy of the state is used", error.found)
         return None
-
-
-def _newest(steps: Sequence[int]) -> Copy | None:
-    """Return the newest of the copies that the ranks have loaded, by rank; -1 for none."""
-    step = max(steps)
-    if step < 0:
-        return None
-    return Copy(step, steps.index(step), steps.count(step) == len(steps))

@@ -264,20 +264,20 @@ def _load_newest(
         return _load(context, directory), None
     loaded, copy = None, memory.newest()
     newest = on_rank_zero(context.backend, lambda: max(directory.steps(), default=-1))
-    if copy is None or newest > copy.step:
+    if copy is None or newest > copy:
         try:
             loaded = _load(context, directory)
         except CheckpointError:
             if copy is None:
                 raise
-    if copy is None or (loaded is not None and loaded[0] > copy.step):
+    if copy is None or (loaded is not None and loaded[0] > copy):
         memory.keep_only(None)
         return loaded, None
     state = memory.state(copy)
     sharded_state.joined(context, state)
-    memory.keep_only(copy.step)
-    logger.info("the state of step %d is from the memory of the hosts", copy.step)
-    return (copy.step, state), newest if loaded is None else loaded[0]
+    memory.keep_only(copy)
+    logger.info("the state of step %d is from the memory of the hosts", copy)
+    return (copy, state), newest if loaded is None else loaded[0]
 
 
 def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
