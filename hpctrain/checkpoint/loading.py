@@ -121,9 +121,9 @@ def _unchanged(file: BufferedReader, entry: Mapping[str, Any]) -> bool:
     if os.fstat(file.fileno()).st_size != entry["size"]:
         return False
     if "sha256" in entry:
-        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+        return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])
     blocks = iter(lambda: file.read(BLOCK), b"")
-    return [hashlib.sha256(block).hexdigest() for block in blocks] == entry["blocks"]
+    return bool([hashlib.sha256(block).hexdigest() for block in blocks] == entry["blocks"])
 
 
 def refuse_damaged(directory: RunDirectory, count: int) -> None:

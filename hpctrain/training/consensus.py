@@ -223,6 +223,7 @@ def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
     The error of rank 0 is raised on all ranks. An `HpctrainError` is complete on rank 0, and a
     short repetition on the others.
     """
+    result: Any
     result, error = _tried(act) if backend.rank == 0 else (None, None)
     sent, result = backend.broadcast_object((_picklable(error, 0), result))
     if error is not None:

@@ -385,7 +385,8 @@ def refuse_other_data(context: Context) -> None:
     Raises:
         UsageError: a rank has different data sets.
     """
-    hosts, sets = context.roster.host_names, context.datasets
+    hosts = context.roster.host_names
+    sets: Sequence[Any] = context.datasets
     seen = context.backend.gather_object([(len(one), _classes(one)) for one in sets])
 
     def compare() -> None:
