@@ -1,6 +1,7 @@
 """Agreement of the ranks of a run: why they stop, what is due, what has failed on one of them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from hpctrain.monitoring.timings import Timings
 from hpctrain.training.checkpoint_manager import CheckpointManager
@@ -80,7 +81,7 @@ class Agreement:
         meet(self._context.backend, f"{what}, {doing}")
         self._act_on(self._consensus.now(self._values(), doing), step, epoch)
 
-    def _values(self) -> dict[str, float]:
+    def _values(self) -> dict[str, Any]:
         """Return this rank's values: stop requests, failures, what is due."""
         context, saves = self._context, self._saves
         asked = context.preemption.asked(self.longest_pause + saves.save_margin())
@@ -89,7 +90,8 @@ class Agreement:
         return {
             **{reason: float(reason == asked) for reason in REASONS},
             _ASKING: float(context.world.rank if asked else 0),
-            _NOT_FINITE: float(streak >= context.options.max_nonfinite),
+            # Not float(): on a GPU it is a tensor, which stays there.
+            _NOT_FINITE: 1.0 * (streak >= context.options.max_nonfinite),
             _NOT_WRITTEN: float(saves.failed()),
             _NO_ROOM: float(saves.no_room()),
             _OVERDUE: float(saves.overdue()),

@@ -298,7 +298,7 @@ def test_checkpoint_with_forged_manifest_files_is_refused(run, monkeypatch, file
     beside = {run.checkpoint(1), run.checkpoint(2)}
     assert {path.parent for path in opened} == beside
     assert run.checkpoint(2) / "manifest.json" in opened
-    assert len(opened) == 5
+    assert len(set(opened)) == 5
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import load_newest, names, newest, save, state_of, two_checkpoints
 
+from hpctrain.checkpoint import Writer, durable_files
 from hpctrain.checkpoint.loading import digest
 from hpctrain.errors import CheckpointError
 from hpctrain.process.logging import logger
@@ -106,27 +107,29 @@ def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, cap
     assert caught.value.code == "HT707"
 
 
+class HalfFile(io.FileIO):
+    """A file on a full disk, which takes a part of what is written."""
+
+    def write(self, data):
+        super().write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 class FullDisk:
-    """A stand-in for torch.save that writes half of a file and then fails as torch does."""
+    """A stand-in for `open`, with room for some more files."""
 
     def __init__(self, good):
-        self.good, self.save = good, torch.save
+        self.good = good
 
-    def __call__(self, value, file):
-        if isinstance(file, io.BytesIO):  # a trial in memory
-            self.save(value, file)
-        elif self.good:
-            self.good -= 1
-            self.save(value, file)
-        else:
-            file.write(b"half")
-            raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed")
+    def __call__(self, path, mode, **keywords):
+        self.good -= 1
+        return open(path, mode, **keywords) if self.good >= 0 else HalfFile(path, mode)
 
 
 @pytest.mark.parametrize("good", [0, 1])
 def test_failed_checkpoint_write_keeps_the_previous(saved, monkeypatch, good):
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", FullDisk(good))
+        patch.setattr(durable_files, "open", FullDisk(good), raising=False)
         for step in (2, 3):
             with pytest.raises(
                 CheckpointError, match=f"step {step} could not be written"
@@ -162,7 +165,9 @@ def test_temporary_folders_are_not_checkpoints(saved):
 
 def test_checkpoint_manifest_has_the_given_fields(run):
     facts = {"step": 99, "format": 1, "metrics": {"loss": float("nan")}, 7: "seven"}
-    save(run, 3, state_of(3), facts)
+    writer = Writer(run)
+    writer.save(3, state_of(3), facts)
+    writer.close()
     manifest = json.loads((run.checkpoint(3) / "manifest.json").read_text())
     assert manifest["step"] == 3
     assert manifest["format"] == 4

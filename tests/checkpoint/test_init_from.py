@@ -233,7 +233,7 @@ def test_init_from_is_checked_before_the_rendezvous(tmp_path, monkeypatch):
     assert caught.value.code == "HT713"
     (tmp_path / "there.safetensors").touch()
     check_weights(tmp_path / "there.safetensors")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(UsageError, match="safetensors cannot be imported") as caught:
         check_weights(tmp_path / "there.safetensors")
     assert caught.value.code == "HT711"
