@@ -49,7 +49,8 @@ def stat(pid: int | str) -> Stat:
         OSError: /proc does not show the process.
     """
     # The name, in parentheses, may contain any characters. It is cut at 15 bytes.
-    content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    with open(f"/proc/{pid}/stat", errors="replace") as file:
+        content = file.read()
     state, parent, *others = content.rpartition(")")[2].split()
     seconds = sum(map(int, others[9:13])) / os.sysconf("SC_CLK_TCK")
     return Stat("" if state in "ZX" else state, int(parent), int(others[17]), seconds)
@@ -57,7 +58,10 @@ def stat(pid: int | str) -> Stat:
 
 def threads(pid: int) -> list[str]:
     """Return the threads of a process as paths below /proc; none if it has ended."""
-    return [f"{pid}/task/{task.name}" for task in Path(f"/proc/{pid}/task").glob("*")]
+    try:
+        return [f"{pid}/task/{task}" for task in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
 
 
 def stats(paths: Iterable[int | str]) -> list[Stat]:
@@ -134,6 +138,7 @@ def namespace() -> int:
 def text(path: str) -> str:
     """Return the content of a file below /proc; empty if it is not readable."""
     try:
-        return Path("/proc", path).read_text(errors="replace").strip()
+        with open(f"/proc/{path}", errors="replace") as file:
+            return file.read().strip()
     except OSError:
         return ""

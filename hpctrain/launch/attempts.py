@@ -291,7 +291,7 @@ def _attempts(
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
             _free_memory(hosts, used, attempt)
-            _record(directory, environ, *result)
+            _record(directory, first.environ, *result)
             return result
         without = f", without {', '.join(lost)}" if lost else ""
         announce(
