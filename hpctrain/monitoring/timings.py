@@ -186,7 +186,6 @@ class Timings:
         self._step_seconds: list[float] = []  # of each step of this interval
         self._begun = self._ended
         self._waited = self._seconds[LOADING]
-        self._busy = _processor_seconds(), time.monotonic()
         self._clock.restart()
 
     def step(self) -> None:
@@ -197,6 +196,7 @@ class Timings:
         if self._first:
             self._first = False
             self._restart()
+            self._busy = _processor_seconds(), time.monotonic()
 
     def due(self) -> bool:
         """Return True on rank 0 when a line is due, only once; then all ranks must call `begin`."""
@@ -217,8 +217,8 @@ class Timings:
         own[rank] = waited / steps
         own[size + rank] = self._clock.forward(steps, self._micro_batches)
         own[2 * size + rank] = _memory()
-        (busy, begun), (used, now) = self._busy, (_processor_seconds(), time.monotonic())
-        own[4 * size + rank] = max(0.0, used - busy) / max(now - begun, 1e-3)
+        (busy, begun), self._busy = self._busy, (_processor_seconds(), time.monotonic())
+        own[4 * size + rank] = max(0.0, self._busy[0] - busy) / max(self._busy[1] - begun, 1e-3)
         own[5 * size + rank] = _NOT_SEEN
         if self._backend.device.type == "cuda":
             own[3 * size + rank] = torch.cuda.max_memory_reserved(self._backend.device)
