@@ -38,35 +38,28 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
             "--global-batch N (one that all numbers of ranks that may be left divide)",
         )
     if total is None:
-        size = size or DEFAULT_BATCH_SIZE
-        times = times or 1
+        size, times = size or DEFAULT_BATCH_SIZE, times or 1
         return Batches(size * times * world_size, size, times)
-    if size is None:
-        unit, unit_name = world_size * (times or 1), f"{world_size} ranks"
-        if times:
-            unit_name += f" × {times} accumulated"
-    elif times is None:
-        unit, unit_name = world_size * size, f"{world_size} ranks × {size} (--batch-size)"
-    else:
-        unit = world_size * size * times
-        if unit != total:
-            raise UsageError(
-                "HT505",
-                f"--global-batch {total}, but {world_size} ranks × --batch-size {size} × "
-                f"--accumulate {times} = {unit}",
-                "global batch = batch size × accumulate × ranks",
-                f"--global-batch {unit}",
-                "leave one of the three out",
-            )
-        return Batches(total, size, times)
-    if total % unit:
-        below, above = total // unit * unit, -(-total // unit) * unit
+    unit = world_size * (size or 1) * (times or 1)
+    if size and times and unit != total:
         raise UsageError(
             "HT505",
-            f"--global-batch {total} cannot be cut into equal parts for {unit_name}",
-            f"a multiple of {unit}",
-            f"--global-batch {below}" if below else "",
-            f"--global-batch {above}",
+            f"--global-batch {total}, but {world_size} ranks × --batch-size {size} × "
+            f"--accumulate {times} = {unit}",
+            "global batch = batch size × accumulate × ranks",
+            f"--global-batch {unit}",
+            "leave one of the three out",
         )
-    parts = total // unit
-    return Batches(total, parts, times or 1) if size is None else Batches(total, size, parts)
+    parts, rest = divmod(total, unit)
+    if rest:
+        factor = f" × {size} (--batch-size)" if size else ""
+        if times:
+            factor = f" × {times} accumulated"
+        raise UsageError(
+            "HT505",
+            f"--global-batch {total} cannot be cut into equal parts for {world_size} ranks{factor}",
+            f"a multiple of {unit}",
+            f"--global-batch {parts * unit}" if parts else "",
+            f"--global-batch {(parts + 1) * unit}",
+        )
+    return Batches(total, size or parts, times or (parts if size else 1))

@@ -4,26 +4,13 @@ import argparse
 import dataclasses
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.cluster.launchers import LONGEST_TIMEOUT
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 
-__all__ = [
-    "COUNT",
-    "FROM_ZERO",
-    "check",
-    "common",
-    "flag",
-    "fraction",
-    "loss_scale",
-    "not_negative",
-    "option",
-    "positive",
-    "seconds",
-    "workers",
-]
+__all__ = ["Number", "check", "common", "flag", "option"]
 
 
 def flag(name: str) -> str:
@@ -68,10 +55,11 @@ def option(
 common = functools.partial(option, common=True)
 
 
+@dataclass(frozen=True, repr=False)
 class Number:
     """Number type for argparse, which also checks Python values.
 
-    Args:
+    Attributes:
         name: name of the type in argparse's messages.
         expected: description of the accepted values, for messages.
         metavar: name of a value in the help.
@@ -80,19 +68,16 @@ class Number:
         literal: a text that is accepted as well.
     """
 
-    def __init__(
-        self,
-        name: str,
-        expected: str,
-        metavar: str = "X",
-        above: float = float("-inf"),
-        below: float = float("inf"),
-        least: int | None = None,
-        literal: str | None = None,
-    ) -> None:
-        self.__name__ = name
-        self.expected, self.metavar = expected, metavar
-        self.above, self.below, self.least, self.literal = above, below, least, literal
+    name: str
+    expected: str
+    metavar: str = "X"
+    above: float = -math.inf
+    below: float = math.inf
+    least: int | None = None
+    literal: str | None = None
+
+    def __repr__(self) -> str:
+        return self.name
 
     def __call__(self, text: str) -> float | int | str:
         """Convert a text of the command line."""
@@ -111,26 +96,6 @@ class Number:
         if self.least is not None:
             return whole and value >= self.least
         return (whole or isinstance(value, float)) and self.above < value < self.below
-
-
-COUNT = Number("whole number", "a whole number from 1 on", "N", least=1)
-FROM_ZERO = Number("whole number", "a whole number from 0 on", "N", least=0)
-positive = Number("number", "a number above 0", above=0.0)
-not_negative = Number("number", "a number from 0 on", above=math.nextafter(0.0, -1.0))
-fraction = Number("number", "a number above 0 and below 1", above=0.0, below=1.0)
-seconds = Number(
-    "number of seconds",
-    f"a number above 0, and at most {LONGEST_TIMEOUT:.0f} seconds",
-    "S",
-    above=0.0,
-    below=LONGEST_TIMEOUT + 1.0,
-)
-workers = Number(
-    "number of workers", "a whole number from 0 on, or auto", "N|auto", least=0, literal="auto"
-)
-loss_scale = Number(
-    "loss scale", "a number above 0, or dynamic", "X|dynamic", above=0.0, literal="dynamic"
-)
 
 
 def check(field: Any, value: Any) -> None:

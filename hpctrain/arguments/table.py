@@ -2,26 +2,15 @@
 
 import argparse
 import dataclasses
+import math
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain import backends
-from hpctrain.arguments.kinds import (
-    COUNT,
-    FROM_ZERO,
-    check,
-    common,
-    flag,
-    fraction,
-    loss_scale,
-    not_negative,
-    option,
-    positive,
-    seconds,
-    workers,
-)
+from hpctrain.arguments.kinds import Number, check, common, flag, option
+from hpctrain.cluster.launchers import LONGEST_TIMEOUT
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.precision import PRECISIONS
@@ -52,6 +41,26 @@ def named(given: Given) -> MutableMapping[str, Any]:
         "hpctrain.Session(vars(config))",
     )
 
+
+# Types of the values.
+COUNT = Number("whole number", "a whole number from 1 on", "N", least=1)
+FROM_ZERO = Number("whole number", "a whole number from 0 on", "N", least=0)
+positive = Number("number", "a number above 0", above=0.0)
+not_negative = Number("number", "a number from 0 on", above=math.nextafter(0.0, -1.0))
+fraction = Number("number", "a number above 0 and below 1", above=0.0, below=1.0)
+seconds = Number(
+    "number of seconds",
+    f"a number above 0, and at most {LONGEST_TIMEOUT:.0f} seconds",
+    "S",
+    above=0.0,
+    below=LONGEST_TIMEOUT + 1.0,
+)
+workers = Number(
+    "number of workers", "a whole number from 0 on, or auto", "N|auto", least=0, literal="auto"
+)
+loss_scale = Number(
+    "loss scale", "a number above 0, or dynamic", "X|dynamic", above=0.0, literal="dynamic"
+)
 
 # Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {
@@ -324,11 +333,10 @@ class Options:
 
         The schedule also compares epochs with steps, once it knows the length of an epoch.
         """
-        for warmup, end, unit in (
-            (self.lr_warmup_epochs, self.epochs, "epochs"),
-            (self.lr_warmup_steps, self.max_steps, "steps"),
+        for unit, warmup, limit, end in (
+            ("epochs", self.lr_warmup_epochs, "--epochs", self.epochs),
+            ("steps", self.lr_warmup_steps, "--max-steps", self.max_steps),
         ):
-            limit = "--epochs" if unit == "epochs" else "--max-steps"
             if end is not None and warmup >= end:
                 raise UsageError(
                     "HT411",
