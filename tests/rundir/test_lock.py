@@ -24,7 +24,7 @@ from processes import until
 from hpctrain.cluster.job import Allocation
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
-from hpctrain.rundir.lock import Lock, liveness, mutex, record
+from hpctrain.rundir.lock import Lock, liveness, record
 
 SHOWN = (
     "JobId=70 JobName=train Priority=1 JobState={word} Reason=None Requeue=1 Restarts={restarts} "
@@ -250,7 +250,7 @@ def test_second_run_in_one_process_takes_over(directory, env):
 
 
 def test_lock_from_before_a_reboot_is_taken_over(directory, env, monkeypatch):
-    monkeypatch.setattr(liveness, "_uptime", lambda: 30.0)
+    monkeypatch.setattr(liveness.time, "clock_gettime", lambda clock: 30.0)
     write_lock(directory, age=40, boot="another")
     check_takeover(directory, None, env)
     write_lock(directory, age=20, boot="another")  # renewed since: a namesake of this host
@@ -410,7 +410,7 @@ def test_takeover_waits_for_a_commit(directory, env):
 
 def leaping_clock():
     """Return a clock that moves by more than the limit of a turn at each reading."""
-    return itertools.count(0.0, 2 * mutex._TURN).__next__
+    return itertools.count(0.0, 2 * record._TURN).__next__
 
 
 def test_child_forked_in_a_commit_does_not_hold_the_flock(directory, env):
@@ -418,7 +418,7 @@ def test_child_forked_in_a_commit_does_not_hold_the_flock(directory, env):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     with lock.commit():
         child.start()
-    with mutex.turn(lock_path(directory)), pytest.raises(BlockingIOError):
+    with record.turn(lock_path(directory), time.monotonic), pytest.raises(BlockingIOError):
         take_flock(directory)
     take_flock(directory)
     child.kill()
@@ -445,7 +445,7 @@ def test_file_system_without_flock_still_fences(directory, env, monkeypatch, err
     def flock(*_):
         raise OSError(getattr(errno, error), "no")
 
-    monkeypatch.setattr(mutex.fcntl, "flock", flock)
+    monkeypatch.setattr(record.fcntl, "flock", flock)
     write_lock(directory, host="elsewhere")
     refusal(directory, job(restart=0), env)
     set_age(lock_path(directory), 301)

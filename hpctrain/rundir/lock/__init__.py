@@ -29,8 +29,7 @@ from hpctrain.cluster.job import Allocation
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock.liveness import refuse_if_alive
-from hpctrain.rundir.lock.mutex import turn
-from hpctrain.rundir.lock.record import CAREFULLY, Owner, look, myself, put
+from hpctrain.rundir.lock.record import CAREFULLY, Owner, look, myself, put, turn
 
 __all__ = ["Lock"]
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def refuse_if_alive(found: Seen, this_start: Owner, path: Path, env: Mapping[str
     alive, why = _standing(owner, this_start, age, env) if owner else (None, "")
     if alive is None:
         alive = age < _SILENCE
-        why = f"{why + ', ' if why else ''}last heartbeat {age:.0f} s ago"
+        why = f"last heartbeat {age:.0f} s ago"
     if owner is None:
         if alive:
             raise UsageError(
@@ -70,10 +71,8 @@ def _standing(
     """
     if owner.launch and owner.launch == this_start.launch:
         return False, "an earlier attempt of the same hpctrain run"
-    same_job = bool(this_start.job) and (owner.cluster, owner.job) == (
-        this_start.cluster,
-        this_start.job,
-    )
+    this_job = this_start.cluster, this_start.job
+    same_job = bool(this_start.job) and (owner.cluster, owner.job) == this_job
     if same_job and owner.restart != this_start.restart:
         if owner.restart < this_start.restart:
             return False, "the job was requeued since"
@@ -86,7 +85,7 @@ def _standing(
     if alive is None and same_job and owner.step != this_start.step:
         alive = slurm.step_is_active(owner.job_id, owner.step, env)
         why = f"Slurm reports that step {owner.step} {'runs' if alive else 'has ended'}"
-    return alive, why if alive is not None else ""
+    return alive, why
 
 
 def _job_is_alive(
@@ -108,13 +107,10 @@ def _process_is_alive(owner: Owner, this_start: Owner, age: float) -> tuple[bool
         return None, ""
     if owner.boot != this_start.boot:
         # A heartbeat since this host's boot came from another host of the same name.
-        before_boot = age > _uptime()
+        before_boot = age > time.clock_gettime(time.CLOCK_BOOTTIME)
         return (False, f"{owner.host} has been rebooted since") if before_boot else (None, "")
-    if (owner.namespace, owner.pid, owner.started) == (
-        this_start.namespace,
-        this_start.pid,
-        this_start.started,
-    ):
+    this_process = this_start.namespace, this_start.pid, this_start.started
+    if (owner.namespace, owner.pid, owner.started) == this_process:
         return False, "an earlier run of this process"
     alive = _alive(owner.pid, owner.started) if owner.namespace == this_start.namespace else None
     return alive, "its process runs" if alive else "its process has ended"
@@ -132,11 +128,6 @@ def _alive(pid: int, since: int) -> bool | None:
         pass  # a process of another user, which is alive
     now = proc.started(pid)
     return None if now is None else now == since  # /proc may hide processes of other users
-
-
-def _uptime() -> float:
-    """Return the seconds since this host booted."""
-    return float(proc.text("uptime").split()[0])
 
 
 def _now(folder: Path) -> float:

@@ -1,5 +1,7 @@
-"""Content of the lock file, its reader and its writer."""
+"""The lock file: its content, its reader, its writer, and turns of the processes that use it."""
 
+import contextlib
+import fcntl
 import getpass
 import json
 import os
@@ -7,21 +9,25 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env_vars, proc
 from hpctrain.cluster.job import Allocation
+from hpctrain.process.logging import logger
 from hpctrain.rundir import create, replace
 
-__all__ = ["CAREFULLY", "Owner", "Seen", "look", "myself", "put"]
+__all__ = ["CAREFULLY", "Owner", "Seen", "look", "myself", "put", "turn"]
 
 _MOST_BYTES = 1 << 16
 _LONGEST = 200
 # Open without waiting on a pipe and without following a link.
 CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Seconds to wait for other processes; normally they need far less than a second.
+_TURN = 60.0
+_POLL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,51 @@ def put(path: Path, found: Seen | None, text: str, this_start: Owner) -> bool:
     # Without flock on the file system, another start may have written at the same time.
     current = look(path)
     return bool(current and current.owner and current.owner.token == this_start.token)
+
+
+@contextlib.contextmanager
+def turn(path: Path, clock: Callable[[], float]) -> Iterator[None]:
+    """Let only one process at a time read and change the lock file.
+
+    This uses flock(2) on a file beside the lock file. On file systems without flock (some NFS,
+    Lustre by default) two starts may act at the same time; the token then decides which of them may
+    commit.
+
+    Args:
+        path: path of the lock file.
+        clock: function that returns seconds, for the time-out; tests replace it.
+
+    Raises:
+        OSError: raised by the body of the `with` statement.
+    """
+    try:
+        # Never removed: otherwise waiting and new processes could lock different files.
+        file = os.open(path.with_name(".lock.turn"), os.O_RDWR | os.O_CREAT | CAREFULLY, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        _wait(file, path, clock)
+        yield
+    finally:
+        # Closing is not enough: a child that was forked meanwhile also has the file open.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+
+def _wait(file: int, path: Path, clock: Callable[[], float]) -> None:
+    end = clock() + _TURN
+    while clock() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_POLL)
+        except OSError:
+            return  # ENOLCK, ENOTSUP, ENOSYS: no flock on this file system
+    # Some file systems keep the flock of a host that died.
+    logger.warning("%s: another process has had its turn for %.0f s; not waiting", path, _TURN)
 
 
 def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
