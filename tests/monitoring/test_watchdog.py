@@ -590,9 +590,12 @@ def test_hanging_file_system_stops_no_helper(watched, tmp_path, capsys, monkeypa
     job = watched(WAIT, "loop_forever")
     log = tmp_path / "run" / "logs" / "watch-node1.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(log)  # without a reader, a write blocks for ever
+    os.mkfifo(log)
+    pipe = os.open(log, os.O_RDWR)
+    fill_pipe(pipe)  # without a reader, a write blocks for ever
     assert job.end() == [-signal.SIGKILL] * 2
-    os.close(os.open(log, os.O_RDONLY | os.O_NONBLOCK))  # the blocked write continues
+    os.read(pipe, 1 << 20)  # the blocked write continues
+    os.close(pipe)
     assert "hpctrain: error: rank 1 on node1 is silent" in capsys.readouterr().err
 
 
@@ -832,7 +835,9 @@ def test_collectives_of_nccl_are_dumped_when_asked_and_named(tmp_path):
     thread = threading.Thread(target=torch_thread)
     thread.start()
     ranks = [
-        WatchedRank(shared_memory.Facts(rank, os.getpid(), 0, None, *more), 0, 0, Limits(9, 9))
+        WatchedRank(
+            shared_memory.Facts(rank, os.getpid(), 0, None, *more), "node1", 0, 0, Limits(9, 9)
+        )
         for rank, more in ((1, ()), (2, dump), (3, (str(tmp_path / "gone"), "nowhere")))
     ]
     assert dump_collectives(ranks) == [str(tmp_path / "nccl-rank-2")]

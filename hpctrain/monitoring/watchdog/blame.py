@@ -19,12 +19,13 @@ STATES = {
     "t": "is held by a debugger",
 }
 _MOST_NAMED = 8
+_STOPPED = ("T", "t")
 # Here a rank waits for the others and runs nothing of the script but hooks. It may use a whole
 # processor for it, as NCCL and MPI do.
 _EXCHANGES = (BACKWARD, UPDATING, AGREEING, WAITING)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sighting:
     """Observation of a rank by the helper of its host.
 
@@ -58,6 +59,16 @@ class Sighting:
     still: str = ""
     frame: str = ""
 
+    @property
+    def inside(self) -> bool:
+        """Whether the rank is alive and has not left the run."""
+        return bool(self.state) and self.phase != CLOSED
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Step and phase; the rank with the least of all ranks is behind the others."""
+        return self.step, self.phase
+
 
 @dataclass(frozen=True, slots=True)
 class Blame:
@@ -82,7 +93,7 @@ class Blame:
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
     """Return whether every rank is stopped: then the run was suspended and nothing hangs."""
-    stopped = [sighting for sighting in sightings if sighting.state in ("T", "t")]
+    stopped = [sighting for sighting in sightings if sighting.state in _STOPPED]
     return len(stopped) == len(sightings) == world_size
 
 
@@ -99,19 +110,18 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         hosts: names of all hosts.
     """
     sightings = sorted(sightings, key=lambda sighting: sighting.rank)
-    inside = [sighting for sighting in sightings if sighting.phase != CLOSED]
-    alive = [sighting for sighting in inside if sighting.state]
-    if gone := [sighting for sighting in inside if not sighting.state]:
+    left = [sighting for sighting in sightings if sighting.phase == CLOSED]
+    alive = [sighting for sighting in sightings if sighting.inside]
+    if gone := [one for one in sightings if not one.state and one.phase != CLOSED]:
         return _gone(gone, alive)
-    if stopped := [sighting for sighting in alive if sighting.state in ("T", "t")]:
+    if stopped := [sighting for sighting in alive if sighting.state in _STOPPED]:
         return _stopped(stopped)
-    places = sorted({(sighting.step, sighting.phase) for sighting in alive})
-    behind = [sighting for sighting in alive if (sighting.step, sighting.phase) == places[0]]
+    last = min(sighting.position for sighting in alive)
+    behind = [sighting for sighting in alive if sighting.position == last]
     if len(behind) == len(alive):
         behind = _unlike_the_others(alive) or behind
     waits = PHASES[behind[0].phase].waits
     missing = sorted(set(range(world_size)) - {sighting.rank for sighting in sightings})
-    left = [sighting for sighting in sightings if sighting.phase == CLOSED]
     absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
     unobserved = _without_observation(missing, absent)
     if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
@@ -163,7 +173,7 @@ def hung(
         hosts: names of all hosts.
         soon: seconds until the end of the time-out that may be missing.
     """
-    inside = [sighting for sighting in sightings if sighting.state and sighting.phase != CLOSED]
+    inside = [sighting for sighting in sightings if sighting.inside]
     if not inside or len(sightings) < world_size or suspended(sightings, world_size):
         return None
     blame = judge(sightings, world_size, hosts)
@@ -221,9 +231,7 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
         sightings: observations of all ranks.
         world_size: number of ranks.
     """
-    inside = [sighting for sighting in sightings if sighting.state and sighting.phase != CLOSED]
-    if len(inside) < world_size:
-        return None
+    inside = [sighting for sighting in sightings if sighting.inside]
     training = [sighting for sighting in inside if sighting.phase in (BACKWARD, UPDATING)]
     others = [sighting for sighting in inside if sighting.phase == WAITING]
     if not training or not others or len(training) + len(others) < world_size:

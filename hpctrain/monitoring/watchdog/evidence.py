@@ -107,10 +107,8 @@ def conclusion(before: Sample, now: Sample) -> str:
     if now.takes_long or before.in_kernel or now.in_kernel:
         return ""
     seconds = now.time - before.time
-    low, high = _ASKS_FOR_THE_GIL
-    without_gil = (before.on_lock or now.on_lock) and low <= (
-        now.waits - before.waits
-    ) / seconds <= high
+    asks, (low, high) = (now.waits - before.waits) / seconds, _ASKS_FOR_THE_GIL
+    without_gil = (before.on_lock or now.on_lock) and low <= asks <= high
     used = now.main - before.main if without_gil else now.process - before.process
     used += now.children - before.children
     if used > _IDLE * seconds or now.transferred - before.transferred > _BYTES * seconds:

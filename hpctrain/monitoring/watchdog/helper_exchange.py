@@ -10,7 +10,6 @@ response: see `Aside`.
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -21,10 +20,9 @@ from typing import TypeVar
 from hpctrain.monitoring.watchdog.blame import Sighting
 from hpctrain.rundir import create, replace
 
-__all__ = ["Aside", "HelperExchange", "append"]
+__all__ = ["Aside", "HelperExchange"]
 
 _PREFIX = ".hang-"
-_JUDGED = "judged"
 
 T = TypeVar("T")
 
@@ -42,7 +40,7 @@ class HelperExchange:
     def __init__(self, directory: Path, key: str, host: str, rank: int) -> None:
         self._directory = directory
         self._folder = directory / (_PREFIX + hashlib.sha256(key.encode()).hexdigest()[:16])
-        self._own = self._folder / f"{host}.{rank}"
+        self._own, self._judged = self._folder / f"{host}.{rank}", self._folder / "judged"
 
     def post(self, sightings: Sequence[Sighting]) -> None:
         """Publish the observations of this helper."""
@@ -58,22 +56,20 @@ class HelperExchange:
         """Return the observations that the other helpers have published."""
         sightings: list[Sighting] = []
         for path in self._folder.iterdir():
-            if path != self._own and not path.name.startswith(".") and path.name != _JUDGED:
+            if path not in (self._own, self._judged) and not path.name.startswith("."):
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     sightings += [Sighting(**entry) for entry in json.loads(path.read_text())]
         return sightings
 
     def judged(self) -> bool:
         """Return whether a helper has published a judgement."""
-        return (self._folder / _JUDGED).exists()
+        return self._judged.exists()
 
     def settle(self, judgement: str) -> str:
         """Publish a judgement; return it, or the earlier one of another helper."""
-        try:
-            create(self._folder / _JUDGED, judgement)
-        except FileExistsError:
-            return (self._folder / _JUDGED).read_text()
-        return judgement
+        with contextlib.suppress(FileExistsError):
+            create(self._judged, judgement)
+        return self._judged.read_text()
 
     def clear(self) -> None:
         """Remove the files of other starts."""
@@ -107,13 +103,3 @@ class Aside:
         self._thread.start()
         self._thread.join(self._seconds)
         return results[0] if results else None
-
-
-def append(path: Path, text: str) -> None:
-    """Append a text to a file in one write, because other processes may append too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)

@@ -21,7 +21,7 @@ from hpctrain.monitoring.watchdog.blame import (
     place,
     suspended,
 )
-from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange, append
+from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
 from hpctrain.monitoring.watchdog.limits import FACTOR, Limits
 from hpctrain.monitoring.watchdog.rank import WAKE
 from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives, write_stacks
@@ -108,7 +108,9 @@ class Watch:
             facts = shared_memory.read_facts(self._file, local_rank)
             if facts is not None:
                 start = (local_rank + 1) * shared_memory.PART
-                self._ranks[local_rank] = WatchedRank(facts, self._file, start, self._limits)
+                self._ranks[local_rank] = WatchedRank(
+                    facts, self._host, self._file, start, self._limits
+                )
         if len(self._ranks) == self._expected:
             self._path.unlink(missing_ok=True)
 
@@ -116,10 +118,7 @@ class Watch:
         for rank in (one for one in self._ranks.values() if one.inside):
             rank.look(now, elapsed)
             if not rank.state and rank.phase != CLOSED:
-                self._note(
-                    f"rank {rank.facts.rank} is gone, process {rank.facts.pid}, at "
-                    f"{place(rank.sighting(self._host))}"
-                )
+                self._note(f"rank {rank.rank} is gone, process {rank.pid}, at {place(rank)}")
 
     def _consider(self) -> None:
         """Publish silence to the other helpers, and judge if it is too long."""
@@ -139,7 +138,7 @@ class Watch:
             pause = min(limit / _LOOKS, max(1.0, len(self._hosts) / 16))
             if self._posted is None or now - self._posted > pause:
                 self._posted = now
-                self._post()
+                self._files(partial(self._exchange.post, self._sightings()))
             judged = bool(self._files(self._exchange.judged))
         if judged or silence >= self._timeout:
             self._judge()
@@ -163,13 +162,9 @@ class Watch:
         """Return whether this helper watches all ranks."""
         return len(self._ranks) >= self._world_size
 
-    def _post(self) -> None:
-        own = self._sightings()
-        self._files(lambda: self._exchange.post(own))
-
     def _judge(self) -> None:
         if not self._alone():
-            self._post()
+            self._files(partial(self._exchange.post, self._sightings()))
         sightings = self._all_sightings()
         # The hosts of a suspended job do not continue at the same time, so wait one more look.
         before, self._suspended = self._suspended, suspended(sightings, self._world_size)
@@ -183,12 +178,11 @@ class Watch:
         """Publish and report the judgement, then kill the ranks."""
         expected = f"a heartbeat from every rank; {self._limit(blame)}"
         error = HpctrainError(blame.code, blame.found, expected, *blame.fixes)
-        judgement = str(error)
+        judgement, end = str(error), time.monotonic()
         if not self._alone():
-            own = judgement
-            judgement = self._files(lambda: self._exchange.settle(own)) or judgement
-        end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
-        for rank in (one.facts.rank for one in self._ranks.values()):
+            judgement = self._files(partial(self._exchange.settle, judgement)) or judgement
+            end = time.monotonic() + _SECONDS_TO_AGREE
+        for rank in (one.rank for one in self._ranks.values()):
             if rank in blame.ranks or not blame.ranks:
                 self._files(partial(note_failure, rank, error, os.environ))
         try:
@@ -221,7 +215,7 @@ class Watch:
         lines = []
         for rank in inside:
             stack = rank.stack() or "no stack: the process did not respond\n"
-            lines.append(f"{describe(rank.sighting(self._host))}\n")
+            lines.append(f"{describe(rank)}\n")
             lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
         dumps = self._files(lambda: dump_collectives(inside)) or []
         if dumps:
@@ -235,7 +229,7 @@ class Watch:
             time.sleep(0.01)
         for rank in killed:
             if rank.process_state():
-                self._note(f"rank {rank.facts.rank}, process {rank.facts.pid}, cannot be killed")
+                self._note(f"rank {rank.rank}, process {rank.pid}, cannot be killed")
             rank.state = ""
         self._posted = None  # keep the posts for the helpers of other hosts
 
@@ -247,7 +241,7 @@ class Watch:
         return inside
 
     def _sightings(self) -> list[Sighting]:
-        return [rank.sighting(self._host) for rank in self._ranks.values()]
+        return [rank.sighting() for rank in self._ranks.values()]
 
     def _all_sightings(self) -> list[Sighting]:
         """Return the observations of the ranks of all hosts, as far as their helpers have any."""
@@ -271,20 +265,20 @@ class Watch:
 
     def _note(self, text: str) -> None:
         """Write a line to the log."""
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
-        self._files(lambda: append(self._log, line))
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"
+        self._files(partial(_append, self._log, line))
 
 
 def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
     """Return whether all ranks are still silent at the same places; observations may be old."""
     earlier = {sighting.rank: sighting for sighting in before}
-    return all(
-        (earlier[sighting.rank].step, earlier[sighting.rank].phase)
-        == (sighting.step, sighting.phase)
-        and sighting.silence > earlier[sighting.rank].silence
-        for sighting in now
-        if sighting.rank in earlier
-    )
+    pairs = [(earlier[one.rank], one) for one in now if one.rank in earlier]
+    return all(one.position == then.position and one.silence > then.silence for then, one in pairs)
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rundir.append(path, line)
 
 
 def _write_error(text: str) -> None:

@@ -5,17 +5,18 @@ signal handler, so it works while C code holds the GIL. It does not work under a
 the kernel blocks signals (state D).
 """
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields
 
 from hpctrain.cluster import proc
 from hpctrain.monitoring.watchdog import evidence, shared_memory
 from hpctrain.monitoring.watchdog.blame import Sighting
 from hpctrain.monitoring.watchdog.limits import Limits
-from hpctrain.process.phases import CLOSED, IDLE
+from hpctrain.process.phases import IDLE
 
 __all__ = ["SIGNAL", "WatchedRank", "dump_collectives", "write_stacks"]
 
@@ -29,43 +30,34 @@ _SAMPLES = 6  # per limit, in its second half
 _SECONDS_BETWEEN_ASKS = 0.3
 
 
-@dataclass(slots=True)
-class WatchedRank:
-    """A rank of this host.
+class WatchedRank(Sighting):
+    """A rank of this host, whose observation is renewed by each look.
 
-    Attributes:
+    Only time counts as silence in which the process could have sent a heartbeat.
+
+    Args:
         facts: identity of the rank.
+        host: name of this host.
         file: descriptor of the shared memory.
         start: offset of the rank's part in it.
         limits: learnt time-outs of the host.
-        state: state letter of the process in proc(5); empty if the process has ended.
-        step, phase, heartbeat, count: contents of the shared memory, as last seen.
-        silence: seconds without a heartbeat, in which the process could have sent one.
-        limit, slowest: result of `Limits.of`.
-        still: result of `evidence.conclusion`.
+
+    Attributes:
+        facts, file, start: the arguments.
+        heartbeat, count: time of the last heartbeat, and how often its phase had begun.
     """
 
-    facts: shared_memory.Facts
-    file: int
-    start: int
-    limits: Limits
-    state: str = "R"
-    step: int = 0
-    phase: int = IDLE
-    heartbeat: int = 0
-    count: int = 0
-    silence: float = 0.0
-    limit: float = 0.0
-    slowest: float | None = None
-    still: str = ""
-    _stopped: float = 0.0  # seconds in state T
-    _sample: evidence.Sample | None = None
-    _due: float = 0.0  # silence at which the next sample is taken
-    _asked: float = 0.0  # when the rank was last asked for its stacks
-    _text: int = field(init=False)  # offset of the stacks that it then writes
-
-    def __post_init__(self) -> None:
-        self._text = self.start + shared_memory.STACK
+    def __init__(
+        self, facts: shared_memory.Facts, host: str, file: int, start: int, limits: Limits
+    ) -> None:
+        super().__init__(facts.rank, host, 0, IDLE, 0.0, facts.pid, "R")
+        self.facts, self.file, self.start, self._limits = facts, file, start, limits
+        self.heartbeat = self.count = 0
+        self._stopped = 0.0  # seconds in state T
+        self._sample: evidence.Sample | None = None
+        self._due = 0.0  # silence at which the next sample is taken
+        self._asked = 0.0  # when the rank was last asked for its stacks
+        self._text = start + shared_memory.STACK  # offset of the stacks that it then writes
 
     def look(self, now: float, elapsed: float) -> None:
         """Update the observation, `elapsed` seconds after the previous one."""
@@ -74,21 +66,24 @@ class WatchedRank:
             os.pread(self.file, shared_memory.PLACE.size, self.start)
         )
         self.state = self.process_state()
+        # The kernel shows 0 for a process that waits nowhere.
+        function = proc.text(f"{self.pid}/wchan") if self.state == "D" else ""
+        self.waits_in = function if function != "0" else ""
         # Count only time in which this process was running: the whole job may be suspended.
         if self.heartbeat != last:
             if before not in ("T", "t"):
-                self.limits.learn(phase, count, self.silence + elapsed)
-            self.still, self._sample, self._due = "", None, 0.0
+                self._limits.learn(phase, count, self.silence + elapsed)
+            self.still, self.frame, self._sample, self._due = "", "", None, 0.0
             self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
         else:
             self.silence += elapsed
         if before == "T" != self.state:
             self.silence = 0.0
-        self.limit, self.slowest = self.limits.of(self.phase, self.count)
+        self.limit, self.slowest = self._limits.of(self.phase, self.count)
         # Nothing has to be learnt about a stopped process: it does not go on by itself.
         self._stopped = self._stopped + elapsed if before == self.state == "T" else 0.0
         if self._stopped:
-            self.limit = min(self.limit, self.silence - self._stopped + self.limits.least)
+            self.limit = min(self.limit, self.silence - self._stopped + self._limits.least)
         if self.counts and self.silence >= max(self.limit / 2, self._due):
             self._examine()
 
@@ -97,17 +92,13 @@ class WatchedRank:
         self._due = self.silence + max(self.limit, self.silence) / _SAMPLES
         before = self._sample
         try:
-            self._sample = evidence.take(self.facts.pid, self.stack())
+            self._sample = evidence.take(self.pid, self.stack())
         except OSError:  # the process has just ended
             return
         self.still = evidence.conclusion(before, self._sample) if before else ""
+        self.frame = self._sample.frame
         if not self._sample.stopped:
             self.ask()
-
-    @property
-    def inside(self) -> bool:
-        """Whether the rank is alive and has not left the run."""
-        return bool(self.state) and self.phase != CLOSED
 
     @property
     def counts(self) -> bool:
@@ -116,19 +107,14 @@ class WatchedRank:
 
     def process_state(self) -> str:
         """Return the state letter now; empty if the process has ended."""
-        try:
-            now = proc.stat(self.facts.pid)
-        except OSError:
-            return ""
-        return now.state if now.started == self.facts.started else ""
+        now = proc.stats([self.pid])
+        return now[0].state if now and now[0].started == self.facts.started else ""
 
     def send(self, number: int) -> None:
         """Send a signal to the process; do nothing if it has ended."""
         if self.process_state():
-            try:
-                os.kill(self.facts.pid, number)
-            except OSError:  # the process has just ended
-                return
+            with contextlib.suppress(OSError):  # the process has just ended
+                os.kill(self.pid, number)
 
     def ask(self) -> None:
         """Ask the rank for its stacks, unless it was asked a moment ago."""
@@ -142,23 +128,9 @@ class WatchedRank:
         """Return the stacks that the rank has written since it was last asked."""
         return shared_memory.text_at(self.file, self._text).decode(errors="replace")
 
-    def sighting(self, host: str) -> Sighting:
-        """Return the observation of this rank, for the other helpers."""
-        function = proc.text(f"{self.facts.pid}/wchan") if self.state == "D" else ""
-        return Sighting(
-            self.facts.rank,
-            host,
-            self.step,
-            self.phase,
-            self.silence,
-            self.facts.pid,
-            self.state,
-            function if function != "0" else "",
-            self.limit,
-            self.slowest,
-            self.still,
-            self._sample.frame if self._sample else "",
-        )
+    def sighting(self) -> Sighting:
+        """Return the observation of this moment, for the other helpers."""
+        return Sighting(*(getattr(self, field.name) for field in fields(Sighting)))
 
 
 def write_stacks(ranks: Sequence[WatchedRank]) -> None:
