@@ -12,9 +12,9 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Bar", "Course", "Lines", "open_progress"]
 
-# Users cannot read faster updates.
 # An evaluation of many minutes without a line looks like a hang.
 _SECONDS_UNTIL_EVALUATION_LINE, _SECONDS_BETWEEN_EVALUATION_LINES = 10.0, 30.0
+# Users cannot read faster updates.
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_FRAMES = 0.5
 _WIDTH_OF_BAR = 24

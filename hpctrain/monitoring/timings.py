@@ -18,13 +18,7 @@ from hpctrain.cluster import proc
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import (
-    ACCUMULATING,
-    BACKWARD,
-    COMPUTING,
-    LOADING,
-    STEP,
-)
+from hpctrain.process.phases import ACCUMULATING, BACKWARD, COMPUTING, LOADING, STEP
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["Clock", "DeviceClock", "Timings"]

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -186,7 +185,7 @@ def create(path: Path, text: str) -> None:
         FileExistsError: the file exists.
         OSError: the file could not be written.
     """
-    _write(path, text, os.link)
+    _write(path, text.encode(), os.link)
 
 
 def replace(path: Path, content: str | bytes) -> None:
@@ -195,28 +194,21 @@ def replace(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the file could not be written; the old file is unchanged.
     """
-    _write(path, content, os.replace)
+    _write(path, content if isinstance(content, bytes) else content.encode(), os.replace)
 
 
-def _write(path: Path, content: str | bytes, commit: Callable[[str, Path], None]) -> None:
+def _write(path: Path, content: bytes, commit: Callable[[Path, Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile, whose files are private: those of a run directory follow the user's umask.
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            # mkstemp creates private files; files in a run directory follow the user's umask.
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.write(content if isinstance(content, bytes) else content.encode())
+        with temporary.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        commit(name, path)
+        commit(temporary, path)
     finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        temporary.unlink(missing_ok=True)
 
 
 def append(path: Path, line: str) -> None:

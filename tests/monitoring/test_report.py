@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.monitoring.curves import Curve, Series
-from hpctrain.monitoring.report import step_times
+from hpctrain.monitoring.report import run_reader
 
 ATTACK = "</script></style><img src=x onerror=alert(1)>'\"&$\\frac{\x1b[2J\u202e"
 WORLD = {"world_size": 3, "num_nodes": 2, "hosts": ["node1", "node2"], "launcher": "slurm"}
@@ -303,15 +303,15 @@ def test_report_compares_ranks_of_the_last_start():
         *({**interval(), "hosts": ["a", "b"], "data": [0.1, 0.3], "forward": [1, 2]} for _ in "ab"),
         {**interval(), "hosts": ["a", "b"], "data": [0.4, 0.6], "forward": [1, 2], "steps": 200},
     ]
-    found = step_times.gather(lines)
+    found = run_reader.times(lines)
     assert found.hosts == ["a", "b"]
     assert found.means[0] == pytest.approx([0.25, 0.45])
     assert found.slow[0] == [1]
     assert found.steps == 400
     assert found.buckets.total() == 400
     # Bucket 80 begins at 10 ms, and is 1/20 of a decade wide.
-    assert step_times.quantile(found.buckets, 0.5) == pytest.approx(0.01 * 10**0.05)
-    assert step_times.quantile(found.buckets, 1.0) == pytest.approx(0.1 * 10**0.05)
+    assert run_reader.quantile(found.buckets, 0.5) == pytest.approx(0.01 * 10**0.05)
+    assert run_reader.quantile(found.buckets, 1.0) == pytest.approx(0.1 * 10**0.05)
 
 
 def test_report_replaces_only_a_report(full_run, tmp_path, capsys):

@@ -10,8 +10,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring import figures
 from hpctrain.monitoring.report import wording
-from hpctrain.monitoring.report.run_reader import RecordedRun
-from hpctrain.monitoring.report.step_times import edge, quantile
+from hpctrain.monitoring.report.run_reader import RecordedRun, edge, quantile
 
 __all__ = ["draw_ranks", "draw_times"]
 
