@@ -155,9 +155,8 @@ class Parser(argparse.ArgumentParser):
         if self._match_argument(action, "A" * len(texts)) < len(texts):
             raise argparse.ArgumentError(action, f"{value!r} is too long")
         converted = self._get_values(action, texts)
-        return (
-            texts[0] if isinstance(converted, str) else converted
-        )  # argparse converts default texts
+        # argparse converts default texts.
+        return texts[0] if isinstance(converted, str) else converted
 
 
 def _accepting_option(actions: list[argparse.Action], value: Any) -> argparse.Action:

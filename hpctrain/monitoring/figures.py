@@ -102,16 +102,15 @@ def png(panels: Sequence[Panel], title: str) -> bytes:
     """
     content = io.BytesIO()
     columns = max(min(len(panels), _COLUMNS), 1)
-    rows = -(-len(panels) // columns)
+    rows = max(-(-len(panels) // columns), 1)
     with style():
         lines = max((len(panel.curves) for panel in panels), default=0)
-        whole = figure(columns, max(rows, 1), lines)
+        whole = figure(columns, rows, lines)
         # parse_math=False: a $ in a name stays a $.
         whole.suptitle(printable(title), parse_math=False)
-        if panels:
-            parts = whole.subfigures(rows, columns, squeeze=False).flat
-            for part, panel in zip(parts, panels, strict=False):
-                draw(part, panel)
+        parts = whole.subfigures(rows, columns, squeeze=False).flat
+        for part, panel in zip(parts, panels, strict=False):
+            draw(part, panel)
         FigureCanvasAgg(whole).print_png(content)  # type: ignore[no-untyped-call]
     return content.getvalue()
 

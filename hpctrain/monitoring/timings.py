@@ -178,7 +178,6 @@ class Timings:
 
     def _restart(self) -> None:
         self._step_seconds: list[float] = []  # of each step of this interval
-        self._begun = self._ended
         self._waited = self._seconds[LOADING]
         self._clock.restart()
 
@@ -230,7 +229,7 @@ class Timings:
             "hosts": list(self._hosts),
             "step_times": {str(bucket): n for bucket, n in sorted(buckets.items())},
         }
-        self._sum = line, self._ended - self._begun, self._backend.sum_async(own)
+        self._sum = line, sum(self._step_seconds), self._backend.sum_async(own)
         self._restart()
 
     def poll(self) -> None:

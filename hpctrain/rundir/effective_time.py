@@ -233,12 +233,11 @@ class Recorder:
             code: exit code of `exit_codes`.
             date: time at which it has left the loop.
         """
+        failed = code not in (exit_codes.DONE, exit_codes.STOPPED)
         with contextlib.suppress(OSError):
-            if code in (exit_codes.DONE, exit_codes.STOPPED):
+            if not failed:
                 self._directory.last_step.unlink(missing_ok=True)
-                _append(self._directory, _mark(exit_codes.STATUS[code], date))
-            else:
-                _append(self._directory, _mark("noticed", date))
+            _append(self._directory, _mark("noticed" if failed else exit_codes.STATUS[code], date))
 
     def close(self) -> None:
         """Close the file of the last step."""

@@ -150,12 +150,11 @@ def _unlike_the_others(alive: Sequence[Sighting]) -> list[Sighting]:
     in_kernel = [sighting for sighting in alive if sighting.state == "D"]
     if in_kernel:
         return in_kernel if len(in_kernel) < len(alive) else []
-    frames = Counter(sighting.frame for sighting in alive).most_common()
-    if alive[0].phase == LOADING or len(frames) != 2 or frames[1][1] == frames[0][1]:
-        return []
-    if not all(sighting.frame for sighting in alive):  # a rank may not have shown its stack yet
-        return []
-    return [one for one in alive if one.frame == frames[1][0] and frames[1][1] == 1]
+    frames = Counter(sighting.frame for sighting in alive)
+    alone = [sighting for sighting in alive if frames[sighting.frame] == 1]
+    # A rank may not have shown its stack yet.
+    known = len(frames) == 2 and len(alone) == 1 and "" not in frames
+    return alone if known and alive[0].phase != LOADING else []
 
 
 def hung(

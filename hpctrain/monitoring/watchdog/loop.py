@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -193,34 +194,29 @@ class Watch:
 
     def _report(self, judgement: str, sightings: Sequence[Sighting]) -> None:
         """Write the judgement to the log, standard error and the exit status file."""
-        error = f"hpctrain: error: {judgement}\n"
-        shown = self._show()
+        shown = f"hpctrain: error: {judgement}\n{self._show()}"
         # Stop the ranks, so that they print no follow-up errors, for example about lost ranks.
         self._send(signal.SIGSTOP)
-        elsewhere = [sighting for sighting in sightings if sighting.host != self._host]
-        lines = [f"{sighting.host}: {describe(sighting)}\n" for sighting in elsewhere]
-        self._note("".join([error, *shown, *lines]).rstrip())
+        elsewhere = [one for one in sightings if one.host != self._host]
+        self._note(shown + "\n".join(f"{one.host}: {describe(one)}" for one in elsewhere))
         reason = judgement.partition("\n")[0]
-        facts = [rank.facts for rank in self._ranks.values()]
-        for status_file in (one.exit_status_file for one in facts if one.exit_status_file):
-            self._files(partial(write_exit_status, status_file, exit_codes.FAILED, reason))
-        self._standard_error(
-            lambda: _write_error("".join([error, *shown, f"This text is also in {self._log}\n"]))
-        )
+        for status_file in (rank.facts.exit_status_file for rank in self._ranks.values()):
+            if status_file:
+                self._files(partial(write_exit_status, status_file, exit_codes.FAILED, reason))
+        text = f"{shown}This text is also in {self._log}\n"
+        self._standard_error(lambda: _write_error(text))
 
-    def _show(self) -> list[str]:
-        """Return lines with the ranks of this host, their stacks, and the dumps of NCCL."""
+    def _show(self) -> str:
+        """Return the ranks of this host, their stacks, and the dumps of NCCL, on lines."""
         inside = [rank for rank in self._ranks.values() if rank.inside]
         write_stacks(inside)
-        lines = []
+        text = ""
         for rank in inside:
-            stack = rank.stack() or "no stack: the process did not respond\n"
-            lines.append(f"{describe(rank)}\n")
-            lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
-        dumps = self._files(lambda: dump_collectives(inside)) or []
-        if dumps:
-            lines.append(f"collectives of NCCL, for torchfrtrace: {' '.join(dumps)}\n")
-        return lines
+            stack = rank.stack().rstrip() or "no stack: the process did not respond"
+            text += f"{describe(rank)}\n{textwrap.indent(stack, '  ')}\n"
+        if dumps := self._files(partial(dump_collectives, inside)):
+            text += f"collectives of NCCL, for torchfrtrace: {' '.join(dumps)}\n"
+        return text
 
     def _kill(self) -> None:
         killed = self._send(signal.SIGKILL)
@@ -265,7 +261,7 @@ class Watch:
 
     def _note(self, text: str) -> None:
         """Write a line to the log."""
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}"
         self._files(partial(_append, self._log, line))
 
 

@@ -137,7 +137,10 @@ class Watchdog:
             part.close()
             if helper is not None:
                 helper.send_signal(WAKE)
-                _wait_for_end(helper, self._alone)
+                end = threading.Thread(target=helper.wait, name="watchdog's end", daemon=True)
+                end.start()
+                if self._alone:  # else other ranks of the host may stay in the run
+                    end.join(_SECONDS_TO_LEAVE)
 
 
 def _start(path: Path) -> "subprocess.Popen[bytes]":
@@ -145,12 +148,10 @@ def _start(path: Path) -> "subprocess.Popen[bytes]":
     # The helper stays in the session of the ranks: with autogroup, Linux schedules processors by
     # session, and a helper in its own session waited for seconds beside ranks that poll.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_HELPER)
+    helper = str(Path(__file__).with_name("helper.py").absolute())
     try:
         return subprocess.Popen(
-            [
-                *(sys.executable, "-S", "-P"),
-                *(str(Path(__file__).with_name("helper.py").absolute()), str(path)),
-            ],
+            [sys.executable, "-S", "-P", helper, str(path)],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -161,12 +162,3 @@ def _start(path: Path) -> "subprocess.Popen[bytes]":
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _wait_for_end(helper: "subprocess.Popen[bytes]", alone: bool) -> None:
-    """Wait for the helper's end if this rank is alone on the host; otherwise use a thread."""
-    if alone:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            helper.wait(_SECONDS_TO_LEAVE)
-    if helper.poll() is None:
-        threading.Thread(target=helper.wait, name="watchdog's end", daemon=True).start()
