@@ -60,9 +60,5 @@ def add_options(parser: Parser, recipe: bool) -> None:
             spec["help"] += " (default: %(default)s)"
         group.add_argument(flag(field.name), **spec)
     # torch.distributed.launch passes it to every script; `launchers` reads it.
-    parser.add_argument(
-        *("--local_rank", "--local-rank"),
-        type=int,
-        help=argparse.SUPPRESS,
-        default=argparse.SUPPRESS,
-    )
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=hidden, default=hidden)

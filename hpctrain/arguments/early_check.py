@@ -1,6 +1,5 @@
 """Check of the command line of a training script before the script runs."""
 
-import argparse
 import os
 from collections.abc import Collection, Sequence
 from typing import NoReturn
@@ -43,8 +42,7 @@ def check(
     if file and not os.path.exists(file) and (os.path.isabs(file) or not complete):
         return
     given = vars(parser.parse_known_args(words)[0])
-    kept = {name: value for name, value in given.items() if name not in own}
-    chosen = Options.of(argparse.Namespace(**kept), {})
+    chosen = Options.of({name: value for name, value in given.items() if name not in own}, {})
     if ranks is None:
         return
     if "backend" not in own:
