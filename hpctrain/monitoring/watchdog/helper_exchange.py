@@ -38,7 +38,6 @@ class HelperExchange:
     """
 
     def __init__(self, directory: Path, key: str, host: str, rank: int) -> None:
-        self._directory = directory
         self._folder = directory / (_PREFIX + hashlib.sha256(key.encode()).hexdigest()[:16])
         self._own, self._judged = self._folder / f"{host}.{rank}", self._folder / "judged"
 
@@ -73,7 +72,7 @@ class HelperExchange:
 
     def clear(self) -> None:
         """Remove the files of other starts."""
-        for folder in self._directory.glob(f"{_PREFIX}*"):
+        for folder in self._folder.parent.glob(f"{_PREFIX}*"):
             if folder != self._folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
