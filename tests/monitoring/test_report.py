@@ -300,6 +300,7 @@ def test_report_long_curve_keeps_peaks_and_median(tmp_path):
 def test_report_compares_ranks_of_the_last_start():
     lines = [
         interval(),
+        *({**interval(), "steps": "x"}, {**interval(), "step_times": {"80": None}}),  # left out
         *({**interval(), "hosts": ["a", "b"], "data": [0.1, 0.3], "forward": [1, 2]} for _ in "ab"),
         {**interval(), "hosts": ["a", "b"], "data": [0.4, 0.6], "forward": [1, 2], "steps": 200},
     ]

@@ -156,8 +156,8 @@ def times(lines: Iterable[Mapping[str, Any]]) -> StepTimes:
     found = StepTimes()
     for line in lines:
         try:
-            buckets = {int(bucket): count for bucket, count in line["step_times"].items()}
-            hosts, steps = line["hosts"], line["steps"]
+            buckets = {int(bucket): int(count) for bucket, count in line["step_times"].items()}
+            hosts, steps = line["hosts"], int(line["steps"])
             means = np.array([line[kind] for kind in _KINDS], dtype=float)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
