@@ -244,7 +244,7 @@ class Bar(Lines):
     def _line(self) -> Any:
         """Return the epoch, a bar over its steps, and the newest values."""
         from rich.progress_bar import ProgressBar
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
         course = self.course
@@ -254,17 +254,10 @@ class Bar(Lines):
             length = min(length or course.end, course.end - course.first)
         steps = f"{done:,}" if length is None else f"{done:,}/{length:,}"
         values = [f"evaluation, batch {self._evaluated}"] if self._evaluated else self._values
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(no_wrap=True)
-        grid.add_column(width=_WIDTH_OF_BAR)
-        grid.add_column(no_wrap=True)
-        grid.add_column()  # this column is cut off on a narrow terminal
-        bar = ProgressBar(
-            total=length or 1,
-            completed=done if length else 0,
-            pulse=not length,
-            finished_style="bar.complete",
-        )
+        # The last column is cut off on a narrow terminal.
+        columns = Column(no_wrap=True), Column(width=_WIDTH_OF_BAR), Column(no_wrap=True), Column()
+        grid = Table.grid(*columns, padding=(0, 1))
+        bar = ProgressBar(total=length or None, completed=done, finished_style="bar.complete")
         shown = Text("  ".join(values), no_wrap=True, overflow="ellipsis")
         grid.add_row(f"epoch {course.epoch + 1}{epochs}", bar, steps, shown)
         return grid

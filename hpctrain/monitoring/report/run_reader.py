@@ -142,13 +142,11 @@ def edge(bucket: int) -> float:
 
 def quantile(buckets: Mapping[int, int], share: float) -> float:
     """Return the seconds that a share of the steps does not exceed: the end of their bucket."""
-    wanted = share * sum(buckets.values())
-    count = 0
-    for bucket in sorted(buckets):
-        count += buckets[bucket]
-        if count >= wanted:
-            return edge(bucket + 1)
-    return math.nan
+    if not buckets:
+        return math.nan
+    ordered = sorted(buckets)
+    counts = np.cumsum([buckets[bucket] for bucket in ordered])
+    return edge(ordered[np.searchsorted(counts, share * counts[-1])] + 1)
 
 
 def times(lines: Iterable[Mapping[str, Any]]) -> StepTimes:
