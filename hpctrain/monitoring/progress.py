@@ -215,17 +215,15 @@ class Bar(Lines):
 
     def step(self, step: int) -> None:
         """Record the end of a step."""
-        now = time.monotonic()
-        if now >= self._due:
+        if time.monotonic() >= self._due:
             self.course.step, self._evaluated = step, ""
-            self._draw(now)
+            self._draw()
 
     def evaluates(self, number: int, count: int) -> None:
         """Draw the progress of an evaluation; see `Lines.evaluates`."""
         self._evaluated = f"{number + 1:,}/{count:,}"
-        now = time.monotonic()
-        if now >= self._due:
-            self._draw(now)
+        if time.monotonic() >= self._due:
+            self._draw()
 
     def end_epoch(self, step: int) -> None:
         """Print the final line of an epoch, at this step."""
@@ -234,12 +232,12 @@ class Bar(Lines):
             return
         with self._drawing():
             self._live.console.print(self._line(), soft_wrap=False)
-            self._draw(time.monotonic())
+            self._draw()
 
-    def _draw(self, now: float) -> None:
+    def _draw(self) -> None:
         with self._drawing():
             self._live.update(self._line(), refresh=True)
-            self._due = now + _SECONDS_BETWEEN_FRAMES
+            self._due = time.monotonic() + _SECONDS_BETWEEN_FRAMES
 
     def _line(self) -> Any:
         """Return the epoch, a bar over its steps, and the newest values."""

@@ -148,8 +148,7 @@ def read(store: Path, tree: str) -> Snapshot:
         StartError: there is no such snapshot.
     """
     try:
-        record = json.loads((store / f"{tree}.json").read_text())
-        return Snapshot(**record)
+        return Snapshot(**json.loads((store / f"{tree}.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise _missing(store, tree, str(error)) from None
 

@@ -43,8 +43,7 @@ def find(text: str | None) -> dict[str, type[Tracker]]:
     for name in names:
         tracker = TRACKERS.get(name) or outside.get(name)
         if tracker is None:
-            others = (entry.name for entry in entry_points.found(entry_points.TRACKERS))
-            known = [*TRACKERS, *others]
+            known = [*TRACKERS, *(one.name for one in entry_points.found(entry_points.TRACKERS))]
             raise UsageError(
                 "HT652",
                 f"--track {text}: no tracker is called {name!r}",

@@ -36,22 +36,21 @@ class MLflow(Tracker):
 
     def open(self) -> None:
         """Begin the run, or continue it."""
-        about, self._client = self._about, self._client_class()
+        about = self._about
+        client = self._client = self._client_class()
         earlier = about.known_as("mlflow")
         if earlier is not None:
             self._run = earlier
-            self._client.update_run(earlier, status="RUNNING")
+            client.update_run(earlier, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or about.name
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = (
-            experiment.experiment_id if experiment else self._client.create_experiment(name)
-        )
-        run = self._client.create_run(experiment_id, run_name=about.directory.path.name)
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+        run = client.create_run(experiment_id, run_name=about.directory.path.name)
         self._run = run.info.run_id
         about.remember("mlflow", self._run)
         params = [self._param(name, str(v)[:_LONGEST]) for name, v in about.options.items()]
-        self._client.log_batch(self._run, params=params)
+        client.log_batch(self._run, params=params)
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Record a row of metrics."""

@@ -115,8 +115,8 @@ class Part:
             place = PLACE.pack(0, IDLE, time.monotonic_ns(), 0).ljust(FACTS, b"\0")
             # Write before mapping: a full /dev/shm must cause an error and no SIGBUS.
             os.pwrite(self._file, place + json.dumps(asdict(facts)).encode() + b"\n", start)
-            self.memory = mmap.mmap(self._file, FACTS, offset=start)
-            undo.pop_all()
+            self.memory = undo.enter_context(mmap.mmap(self._file, FACTS, offset=start))
+            self._open = undo.pop_all()
 
     def leave(self) -> None:
         """Write that this rank has left."""
@@ -126,9 +126,7 @@ class Part:
         """Close the memory and the files."""
         # Closing does not unlock: loader workers were forked with the file open.
         fcntl.flock(self._file, fcntl.LOCK_UN)
-        self.memory.close()
-        os.close(self.stack)
-        os.close(self._file)
+        self._open.close()
 
 
 def _open_locked(path: Path) -> tuple[int, bool]:
