@@ -12,6 +12,7 @@ profile/rank-0.json.gz      trace of --profile
 track.json                  names of this run in the trackers of --track
 summary.json                result of the run
 stop                        created by the user: save a checkpoint and exit
+.lock                       which start may write there, see `lock`
 """
 
 import errno
@@ -65,6 +66,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.summary = self.path / "summary.json"
         self.stop = self.path / "stop"
+        self.lock = self.path / ".lock"
 
     def log(self, rank: int) -> Path:
         """Return the path of the log file of a rank."""

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Self
 
 from hpctrain.cluster.job import Allocation
@@ -42,7 +41,7 @@ class Lock:
     """Ownership of a run directory by one start; created by `take`."""
 
     def __init__(self, directory: RunDirectory, owner: Owner, clock: Callable[[], float]) -> None:
-        self._path = _path(directory)
+        self._path = directory.lock
         self._clock = clock
         self._owner = owner
         self._end = threading.Event()
@@ -71,7 +70,7 @@ class Lock:
             UsageError: another start owns the directory and is, or may be, alive; several starts
                 compete for it; or it cannot be written.
         """
-        path = _path(directory)
+        path = directory.lock
         this_start = myself(job, env)
         text = json.dumps(asdict(this_start)) + "\n"
         try:
@@ -153,7 +152,3 @@ class Lock:
         while not self._end.wait(_HEARTBEAT):
             with contextlib.suppress(OSError):  # the file system may be unavailable for a while
                 os.utime(self._file)
-
-
-def _path(directory: RunDirectory) -> Path:
-    return directory.path / ".lock"
