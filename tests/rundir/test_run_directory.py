@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_exit_status_file_that_is_incomplete_is_none(tmp_path):
     assert read_exit_status(tmp_path) is None
 
 
-@pytest.mark.parametrize("fails", ["fsync", "replace", "fdopen"])
+@pytest.mark.parametrize("fails", ["fsync", "replace", "open"])
 def test_failed_replace_keeps_the_old_file(tmp_path, monkeypatch, fails):
     path = tmp_path / "summary.json"
     replace(path, "old")
@@ -51,7 +52,7 @@ def test_failed_replace_keeps_the_old_file(tmp_path, monkeypatch, fails):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, fails, fail)
+        patch.setattr(Path if fails == "open" else os, fails, fail)
         with pytest.raises(OSError, match="No space left"):
             replace(path, "new")
     assert path.read_text() == "old"
