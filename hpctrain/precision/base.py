@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.precision.nonfinite import NonFinite
 from hpctrain.precision.scaler import LossScaler
 
-__all__ = ["Precision", "PrecisionSettings"]
+__all__ = ["Precision", "PrecisionSettings", "refuse_older_gpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,8 @@ class Precision:
         self.nonfinite = NonFinite(device)
         scale = settings.loss_scale or self.default_loss_scale
         self.scaler = (
-            LossScaler(device, scale, settings.world_size) if scale not in (None, 1, 1.0) else None
+            LossScaler(device, scale, settings.world_size) if scale not in (None, 1) else None
         )
-        self._as_it_is = nullcontext()
 
     @property
     def requires_synced_skip(self) -> bool:
@@ -116,16 +115,15 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for the forward pass and the loss."""
-        return self._as_it_is
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss for the backward pass, scaled so that small gradients do not vanish."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        return nullcontext()
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
-        """Run the backward pass of a micro-batch, with the keywords of `Tensor.backward`."""
+        """Run the backward pass of a micro-batch, with the keywords of `Tensor.backward`.
+
+        The loss is scaled, so that small gradients do not vanish.
+        """
         self.nonfinite.check_loss(loss)
-        scaled = loss if self.scaler is None else self.scale(loss)
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward(**keywords)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -145,11 +143,9 @@ class Precision:
 
     def update(self) -> None:
         """Count the step and update the loss scale, after the steps of all optimizers."""
-        if self.scaler is None:
-            self.nonfinite.end_step(())
-            return
-        self.nonfinite.end_step(self.scaler.overflows())
-        self.scaler.follow()
+        self.nonfinite.end_step(() if self.scaler is None else self.scaler.overflows())
+        if self.scaler is not None:
+            self.scaler.follow()
 
     def clear(self, optimizer: Optimizer) -> None:
         """Clear gradients that are not those of the tensors which the optimizer updates."""
@@ -171,6 +167,31 @@ class Precision:
         if self.scaler is None:
             return {}
         return {"loss_scale": self.scaler.value(), "skipped": self.nonfinite.skipped}
+
+
+def refuse_older_gpus(
+    device: torch.device, name: str, least: tuple[int, int], generations: str, instead: str
+) -> None:
+    """Check that a device is a GPU which computes in a precision.
+
+    Args:
+        device: device used by this rank.
+        name: name of the precision.
+        least: lowest compute capability.
+        generations: names of the first generations of GPUs that have it.
+        instead: name of a precision to use on other devices.
+
+    Raises:
+        UsageError: the device is a CPU or an older GPU.
+    """
+    on_gpu = device.type == "cuda"
+    if not (on_gpu and torch.cuda.get_device_capability(device) >= least):
+        raise UsageError(
+            "HT402",
+            f"--precision {name} on {torch.cuda.get_device_name(device) if on_gpu else 'a CPU'}",
+            f"an NVIDIA GPU of compute capability {least[0]}.{least[1]} ({generations}) or later",
+            f"--precision {instead}",
+        )
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

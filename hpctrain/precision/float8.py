@@ -6,13 +6,12 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.precision.base import PrecisionSettings
+from hpctrain.precision.base import PrecisionSettings, refuse_older_gpus
 from hpctrain.precision.mixed import BFloat16
 from hpctrain.process.logging import logger
 
 __all__ = ["Float8"]
 
-_ADA = (8, 9)
 _MULTIPLE = 16  # of both sizes of a weight, for the matrix products of GPUs
 
 
@@ -32,14 +31,8 @@ class Float8(BFloat16):
     def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
         """Check that the device is a GPU with fp8, and that torchao is installed."""
         super().check(device, settings)
-        on_gpu = device.type == "cuda"
-        if not (on_gpu and torch.cuda.get_device_capability(device) >= _ADA) and not cls._emulated:
-            raise UsageError(
-                "HT402",
-                f"--precision fp8 on {torch.cuda.get_device_name(device) if on_gpu else 'a CPU'}",
-                "an NVIDIA GPU of compute capability 8.9 (Ada, Hopper) or later",
-                "--precision bf16",
-            )
+        if not cls._emulated:
+            refuse_older_gpus(device, cls.name, (8, 9), "Ada, Hopper", BFloat16.name)
         try:
             import torchao.float8  # noqa: F401
         except ImportError as error:

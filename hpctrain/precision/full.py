@@ -6,11 +6,9 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.precision.base import Precision, PrecisionSettings
+from hpctrain.precision.base import Precision, PrecisionSettings, refuse_older_gpus
 
 __all__ = ["ApexO0", "Float32", "Float64", "TensorFloat"]
-
-_AMPERE = (8, 0)
 
 
 class Float64(Precision):
@@ -57,15 +55,7 @@ class TensorFloat(Float32):
     def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
         """Check that the device is a GPU with TF32."""
         super().check(device, settings)
-        has = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE
-        if not has:
-            found = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-            raise UsageError(
-                "HT402",
-                f"--precision tf32 on {found}",
-                "an NVIDIA GPU of compute capability 8.0 (Ampere) or later",
-                "--precision fp32",
-            )
+        refuse_older_gpus(device, cls.name, (8, 0), "Ampere", Float32.name)
 
 
 class ApexO0(Float32):

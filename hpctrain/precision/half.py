@@ -1,9 +1,11 @@
 """Precisions with models in half precision: O2, with fp32 master weights, and O3, without.
 
-Source: "opt_levels and Properties" in the documentation of apex.amp.
+Sources: "opt_levels and Properties" in the documentation of apex.amp; for the masters, Micikevicius
+et al., "Mixed Precision Training", 2018 (arXiv 1710.03740), section 3.1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from hpctrain.errors import UsageError
 from hpctrain.precision.base import Precision, PrecisionSettings
-from hpctrain.precision.masters import Masters
 from hpctrain.process.pytree import map_tensors
 
-__all__ = ["ApexO2", "ApexO3"]
+__all__ = ["ApexO2", "ApexO3", "cast", "cast_inputs", "widen"]
 
 _HALF = torch.float16
 
@@ -44,8 +46,8 @@ class ApexO3(Precision):
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(_HALF))
-        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-        model.register_forward_hook(_cast_outputs)
+        model.register_forward_pre_hook(partial(cast_inputs, _HALF), with_kwargs=True)
+        model.register_forward_hook(_widen_outputs)
 
     def _halve(self, parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.to(_HALF)
@@ -63,7 +65,10 @@ class ApexO2(ApexO3):
 
     def __init__(self, device: torch.device, settings: PrecisionSettings) -> None:
         super().__init__(device, settings)
-        self._masters = Masters()
+        # Masters by their copies, in the order of the models' parameters; and the other way.
+        self._masters: dict[Tensor, nn.Parameter] = {}
+        self._copies: dict[Tensor, nn.Parameter] = {}
+        self._collected: set[int] = set()  # optimizers whose masters have this step's gradients
 
     @property
     def requires_synced_skip(self) -> bool:
@@ -76,66 +81,133 @@ class ApexO2(ApexO3):
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    lambda loaded, _: self._masters.refresh(loaded.parameters(recurse=False))
+                    lambda loaded, _: self._refresh(loaded)
                 )
 
     def _halve(self, parameter: nn.Parameter) -> None:
-        self._masters.keep(parameter)
+        if parameter not in self._masters:
+            data = parameter.detach().to(torch.float32, copy=True)
+            master = nn.Parameter(data, parameter.requires_grad)
+            self._masters[parameter], self._copies[master] = master, parameter
         super()._halve(parameter)
+
+    @torch.no_grad()
+    def _refresh(self, module: nn.Module) -> None:
+        """Update the masters of a module where other values were loaded into their copies."""
+        for copy in module.parameters(recurse=False):
+            master = self._masters.get(copy)
+            if master is not None:
+                same = master.to(copy.dtype) == copy
+                master.copy_(torch.where(same, master, copy.to(master.dtype)))
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by the masters, with the state of their copies."""
-        self._masters.give(optimizer)
+        for group in optimizer.param_groups:
+            group["params"] = [self.master(parameter) for parameter in group["params"]]
+        for copy, master in self.pairs(optimizer):
+            if copy in optimizer.state:
+                state = optimizer.state.pop(copy)
+                # A momentum in half precision becomes fp32.
+                optimizer.state[master] = map_tensors(widen, state)
 
     def master(self, parameter: Tensor) -> Tensor:
         """Return the master of a parameter in half precision; else the parameter itself."""
-        return self._masters.of(parameter)
+        return self._masters.get(parameter, parameter)
 
     def masters(self) -> Sequence[Tensor]:
         """Return all masters, in the order of the models' parameters."""
-        return self._masters.all()
+        return [master.detach() for master in self._masters.values()]
+
+    def pairs(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield the copies and masters of an optimizer."""
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                copy = self._copies.get(master)
+                if copy is not None:
+                    yield copy, master
+
+    def collect(self, optimizer: Optimizer) -> None:
+        """Copy the gradients to the masters; once per step."""
+        if id(optimizer) in self._collected:
+            return
+        self._collected.add(id(optimizer))
+        if any(p in self._masters for group in optimizer.param_groups for p in group["params"]):
+            self.adopt(optimizer)  # a group that was added later
+        for copy, master in self.pairs(optimizer):
+            master.grad = None if copy.grad is None else copy.grad.to(torch.float32)
+
+    def copy_back(self, optimizer: Optimizer) -> None:
+        """Copy the masters of an optimizer to their copies, at the end of a step."""
+        self._collected.discard(id(optimizer))
+        pairs = list(self.pairs(optimizer))
+        if pairs:
+            copies, masters = zip(*pairs, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(copies, masters)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Copy the gradients to the masters, and divide them by the loss scale."""
-        self._masters.collect(optimizer)
+        self.collect(optimizer)
         super().unscale(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the masters, then renew their copies."""
-        self._masters.collect(optimizer)
+        self.collect(optimizer)
         super().step(optimizer)
-        self._masters.copy_back(optimizer)
+        self.copy_back(optimizer)
 
     def clear(self, optimizer: Optimizer) -> None:
         """Clear the gradients of the copies."""
-        self._masters.clear(optimizer)
+        self._collected.discard(id(optimizer))
+        for copy, _ in self.pairs(optimizer):
+            copy.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with the masters, as the checkpoint's model is in half precision."""
-        return {**super().state_dict(), "masters": list(self._masters.all())}
+        return {**super().state_dict(), "masters": list(self.masters())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the masters, and renew their copies."""
+        """Load the masters, and renew their copies.
+
+        Raises:
+            UsageError: the masters belong to other models.
+        """
         super().load_state_dict(state)
-        if "masters" in state:
-            self._masters.load(state["masters"])
+        if "masters" not in state:
+            return
+        saved, own = state["masters"], self.masters()
+        if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in own]:
+            raise UsageError(
+                "HT405",
+                f"the checkpoint has {len(saved)} master weights of other shapes than the "
+                f"{len(own)} of the prepared models",
+                "the same models and --keep-batchnorm-fp32",
+                "--run-dir DIR for another directory",
+            )
+        with torch.no_grad():
+            for (copy, master), value in zip(self._masters.items(), saved, strict=True):
+                master.copy_(value)
+                copy.copy_(value)
 
 
-def _cast_inputs(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def cast_inputs(
+    kind: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
+    """Cast the floating-point inputs of a model to a type, as a hook before its forward pass."""
     del module
-    return map_tensors(_to_half, args), map_tensors(_to_half, kwargs)
+    return cast(kind, args), cast(kind, kwargs)
 
 
-def _cast_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
+def cast(kind: torch.dtype, things: Any) -> Any:
+    """Cast the floating-point tensors in a structure to a type."""
+    return map_tensors(lambda one: one.to(kind) if one.is_floating_point() else one, things)
+
+
+def _widen_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
     del module, args
-    return map_tensors(_to_single, outputs)
+    return map_tensors(widen, outputs)
 
 
-def _to_half(tensor: Tensor) -> Tensor:
-    return tensor.to(_HALF) if tensor.is_floating_point() else tensor
-
-
-def _to_single(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in half precision in fp32; others as they are."""
     return tensor.float() if tensor.dtype == _HALF else tensor

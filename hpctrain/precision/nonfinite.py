@@ -44,12 +44,11 @@ class NonFinite:
         """
         if self._on_host and not (overflows or self._loss or self.streak):
             return  # nearly every step
-        if not overflows:
-            left_out: Any = False
-        elif self._on_host:
-            left_out = any(found.item() > 0 for found in overflows)
-        else:
+        left_out: Any = False
+        if overflows:
             left_out = torch.stack([found.reshape(()) for found in overflows]).sum() > 0
+            if self._on_host:
+                left_out = left_out.item()
         bad = self._loss | left_out
         self.skipped = self.skipped + left_out
         self.streak = (self.streak + 1) * bad

@@ -1,6 +1,7 @@
 """Changes that `amp.initialize` makes to an optimizer."""
 
 import functools
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpctrain.compat.apex.scale import Scale
 from hpctrain.errors import UsageError
 from hpctrain.precision import Precision
 
-__all__ = ["Adopted"]
+__all__ = ["Adopted", "master_params"]
 
 
 class Adopted:
@@ -33,15 +34,14 @@ class Adopted:
     def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
         self.optimizer = optimizer
         self.precision = precision
-        self.pairs = precision.pairs if isinstance(precision, Mastered) else None
+        self._mastered = precision if isinstance(precision, Mastered) else None
         self.scaled = self.skip = False
         self._before: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier backward passes
+        self._plain: dict[str, Any] = {}
         precision.adopt(optimizer)
-        plain: dict[str, Any] = {}
         for name in ("step", "zero_grad", "add_param_group"):
-            plain[name] = getattr(optimizer, name)
-            setattr(optimizer, name, _replaced(plain[name], getattr(self, name), optimizer))
-        self._plain = plain
+            self._plain[name] = plain = getattr(optimizer, name)
+            setattr(optimizer, name, _replaced(plain, getattr(self, name), optimizer))
         optimizer._amp = self  # type: ignore[attr-defined]
 
     @staticmethod
@@ -79,20 +79,21 @@ class Adopted:
 
     def prepare(self) -> None:
         """Set unscaled gradients aside before a backward pass, which will make scaled ones."""
-        if isinstance(self.precision, Mastered):
-            self.precision.begin()
+        if self._mastered is not None:
+            self._mastered.begin()
         if self.scaled:
             return
-        self._before = {p: p.grad for p in self._parameters() if p.grad is not None}
+        own = master_params(self.optimizer)
+        self._before = {p: p.grad for p in own if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
-        self._clear_copies()
+        self.precision.clear(self.optimizer)
 
     def unscale(self, scale: Scale) -> None:
         """Unscale the gradients after a backward pass, and add those that were set aside."""
-        if self.pairs is not None:
-            self.pairs.collect(self.optimizer)
-        if any(parameter.grad is not None for parameter in self._parameters()):
+        if self._mastered is not None:
+            self._mastered.collect(self.optimizer)
+        if any(parameter.grad is not None for parameter in master_params(self.optimizer)):
             # Without gradients there is no overflow check, so `follow` would not update the scale,
             # and GradScaler refuses a second unscale_() before an update.
             scale.unscale_(self.optimizer)
@@ -124,21 +125,18 @@ class Adopted:
             )
         # Learning rate schedules warn if there was no step. A skipped step counts for them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        result = None
-        if self.skip:
-            self.skip = False
-        else:
-            result = self._plain["step"]()
-            if self.pairs is not None:
-                self.pairs.copy_back(self.optimizer)
-        if self.pairs is not None:
-            self.pairs.clear_masters(self.optimizer)  # model.zero_grad() does not clear them
+        result = None if self.skip else self._plain["step"]()
+        self.skip = False
+        if self._mastered is not None:
+            self._mastered.copy_back(self.optimizer)
+            for _, master in self._mastered.pairs(self.optimizer):
+                master.grad = None  # model.zero_grad() does not clear it
         return result
 
     def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
         """Clear the gradients of masters and copies."""
         self._plain["zero_grad"](*arguments, **keywords)
-        self._clear_copies()
+        self.precision.clear(self.optimizer)
         self._before = {}
         self.scaled = False
 
@@ -147,12 +145,11 @@ class Adopted:
         self._plain["add_param_group"](group)
         self.precision.adopt(self.optimizer)
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _clear_copies(self) -> None:
-        if self.pairs is not None:
-            self.pairs.clear(self.optimizer)
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Iterate over the parameters that an optimizer updates, for instance to clip gradients."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _replaced(plain: Any, own: Any, optimizer: Optimizer) -> MethodType:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.compat.apex import model_conversion as conversion
-from hpctrain.compat.apex.adopted import Adopted
+from hpctrain.compat.apex.adopted import Adopted, master_params
 from hpctrain.compat.apex.properties import settle
 from hpctrain.compat.apex.scale import Scale
 from hpctrain.errors import UsageError
@@ -183,12 +183,6 @@ def scale_loss(
     if overflowed and state.verbose:
         text = "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %g"
         logger.warning(text, loss_id, scale.get_scale())
-
-
-def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Iterate over the parameters that an optimizer updates, for instance to clip gradients."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def state_dict() -> dict[str, Any]:

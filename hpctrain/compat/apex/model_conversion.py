@@ -12,8 +12,7 @@ from hpctrain.compat.apex.properties import Properties
 from hpctrain.errors import UsageError
 from hpctrain.precision import Precision, PrecisionSettings
 from hpctrain.precision.full import ApexO0
-from hpctrain.precision.half import ApexO2, ApexO3
-from hpctrain.precision.masters import Masters
+from hpctrain.precision.half import ApexO2, ApexO3, cast, cast_inputs, widen
 from hpctrain.precision.mixed import ApexO1
 from hpctrain.process.pytree import map_tensors
 
@@ -31,17 +30,13 @@ class Mastered(ApexO2):
     def __init__(self, device: torch.device, settings: PrecisionSettings) -> None:
         super().__init__(device, settings)
         self.stale = True
-        self._loaded: dict[Tensor, Tensor] = {}
-
-    @property
-    def pairs(self) -> Masters:
-        """Master weights and their copies."""
-        return self._masters
 
     def begin(self) -> None:
         """Set stale masters from their copies before a backward pass."""
         if self.stale:
-            self._masters.take_copies()
+            with torch.no_grad():
+                for copy, master in self._masters.items():
+                    master.copy_(copy)
             self.stale = False
 
     def convert(self, model: nn.Module) -> None:
@@ -49,9 +44,7 @@ class Mastered(ApexO2):
         super().convert(model)
         # torch sets an attribute on the hook, which a method does not allow.
         model.register_state_dict_post_hook(partial(self._save))  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(self._collect_loaded)  # type: ignore[no-untyped-call]
-        # It runs after the hook of ApexO2, which sets the masters from their copies.
-        model.register_load_state_dict_post_hook(self._load)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(self._load)  # type: ignore[no-untyped-call]
         _LEVELS[model] = self
 
     def _save(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -63,19 +56,14 @@ class Mastered(ApexO2):
             if isinstance(value, Tensor) and value.dtype == torch.float16:
                 state[name] = value.float()
 
-    def _collect_loaded(
-        self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-    ) -> None:
+    @torch.no_grad()
+    def _load(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Load masters before torch loads their copies, which get the same values."""
         for name, parameter in model.named_parameters():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                self._loaded[self.master(parameter)] = value
-
-    def _load(self, *_: Any) -> None:
-        with torch.no_grad():
-            for master, value in self._loaded.items():
-                master.copy_(value)
-        self._loaded.clear()
+                master = self.master(parameter)
+                state[prefix + name] = master.copy_(value)
         self.stale = False
 
 
@@ -134,7 +122,7 @@ def convert(
     precision.convert(model)
     if properties.level == "O0":
         model.float()
-        model.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
+        model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
         outputs = outputs or torch.float32
     if properties.autocast:
         kind = precision.device.type
@@ -144,49 +132,34 @@ def convert(
         model.register_forward_hook(partial(_cast_outputs, outputs))
 
 
-# The autocast contexts of the running forward passes. DataParallel has a thread for each GPU. They
-# are not in the hooks themselves, so that a model can be copied and pickled.
-_entered = threading.local()
+class _Entered(threading.local):
+    """Autocast contexts of the running forward passes. DataParallel has a thread for each GPU.
+
+    They are not in the hooks themselves, so that a model can be copied and pickled.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, torch.autocast]] = []
+
+
+_entered = _Entered()
 
 
 def _enter(kind: str, half: torch.dtype, module: nn.Module, args: Any) -> None:
     del args
     context = torch.autocast(kind, half)
     context.__enter__()  # type: ignore[no-untyped-call]
-    _stack().append((module, context))
+    _entered.stack.append((module, context))
 
 
 def _leave(module: nn.Module, args: Any, outputs: Any) -> Any:
     del args
     # After an error torch also calls this if another hook failed before `_enter`.
-    if _stack() and _stack()[-1][0] is module:
-        _stack().pop()[1].__exit__(None, None, None)
-    return map_tensors(_widen, outputs)
-
-
-def _stack() -> list[tuple[nn.Module, torch.autocast]]:
-    if not hasattr(_entered, "stack"):
-        _entered.stack = []
-    stack: list[tuple[nn.Module, torch.autocast]] = _entered.stack
-    return stack
-
-
-def _cast_inputs(
-    kind: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    del module
-    to = partial(_to, kind)
-    return map_tensors(to, args), map_tensors(to, kwargs)
+    if _entered.stack and _entered.stack[-1][0] is module:
+        _entered.stack.pop()[1].__exit__(None, None, None)
+    return map_tensors(widen, outputs)
 
 
 def _cast_outputs(kind: torch.dtype, module: nn.Module, args: Any, outputs: Any) -> Any:
     del module, args
-    return map_tensors(partial(_to, kind), outputs)
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == ApexO1.half else tensor
-
-
-def _to(kind: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(kind) if tensor.is_floating_point() else tensor
+    return cast(kind, outputs)

@@ -93,6 +93,4 @@ def convert_syncbn_model(
             "a Session with --sync-batchnorm (it works on CPUs)",
             "leave convert_syncbn_model() out",
         )
-    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-    converted: nn.Module = convert(module, process_group)
-    return converted
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-any-return, no-untyped-call]
