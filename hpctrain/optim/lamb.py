@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.errors import UsageError
-from hpctrain.optim.layerwise import ForeachGroup, Layerwise, not_negative, trust_ratios
+from hpctrain.optim.layerwise import ForeachGroup, Layerwise, norms, not_negative, trust_ratios
 
 __all__ = ["LAMB"]
 
@@ -135,10 +135,8 @@ class LAMB(Layerwise):
 
 def _norm(parts: list[ForeachGroup]) -> Tensor:
     """Return the norm of all gradients of a step, of shape (), on the device of the first one."""
-    norms = [part.gradient_norm() for part in parts]
-    dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
-    total: Tensor = torch.linalg.vector_norm(together)
+    each = [norms([p.grad for p in part.parameters if p.grad is not None]) for part in parts]
+    total: Tensor = torch.linalg.vector_norm(torch.cat([one.to(each[0].device) for one in each]))
     return total
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from hpctrain.errors import UsageError
 from hpctrain.optim.foreach import at_least_fp32, grouped
 
-__all__ = ["ForeachGroup", "Layerwise", "not_negative", "trust_ratios"]
+__all__ = ["ForeachGroup", "Layerwise", "norms", "not_negative", "trust_ratios"]
 
 
 def not_negative(optimizer: str, **settings: float | Tensor) -> None:
@@ -83,12 +83,6 @@ class ForeachGroup:
         if self.parameters[0].dtype == self.dtype:
             return self.parameters
         return [p.to(self.dtype) for p in self.parameters]
-
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of all gradients together, of shape ()."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        total: Tensor = torch.linalg.vector_norm(norms(gradients))
-        return total
 
     def descend(self, weights: list[Tensor], updates: list[Tensor]) -> None:
         """Set the parameters to weights minus learning rate times updates.

@@ -163,8 +163,7 @@ def attached(
 ) -> dict[str, LRScheduler]:
     """Return torch's schedulers of the optimizers, by name for a checkpoint.
 
-    An optimizer has no reference to its schedulers, so the garbage collector is used to find the
-    objects that refer to the optimizer.
+    An optimizer has no reference to its schedulers, so the garbage collector is used to find them.
 
     Args:
         optimizers: prepared optimizers.
@@ -179,45 +178,31 @@ def attached(
         found.clear()
         gc.collect()
         found = _outermost(optimizers)
-    elsewhere = {id(scheduler) for scheduler in excluded}
-    found = [scheduler for scheduler in found if id(scheduler) not in elsewhere]
+    elsewhere = set(map(id, excluded))
     named: dict[str, LRScheduler] = {}
-    for number, optimizer in enumerate(optimizers):
-        for scheduler in found:
-            if scheduler.optimizer is optimizer:
-                name = f"{type(scheduler).__name__} of optimizer {number}"
-                if name in named:
-                    raise UsageError(
-                        "HT412",
-                        f"two schedulers of the kind {type(scheduler).__name__} for one optimizer",
-                        "schedulers of different kinds, or names for them",
-                        'session.run(state={"warm-up": first, "decay": second})',
-                    )
-                named[name] = scheduler
+    for scheduler in found:
+        if id(scheduler) in elsewhere:
+            continue
+        name = f"{type(scheduler).__name__} of optimizer {optimizers.index(scheduler.optimizer)}"
+        if name in named:
+            raise UsageError(
+                "HT412",
+                f"two schedulers of the kind {type(scheduler).__name__} for one optimizer",
+                "schedulers of different kinds, or names for them",
+                'session.run(state={"warm-up": first, "decay": second})',
+            )
+        named[name] = scheduler
     return named
 
 
 def _outermost(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
     """Return the schedulers of the optimizers that are not part of another one."""
-    found = _schedulers_of(optimizers)
+    known = set(map(id, optimizers))
+    # Not isinstance, which reads the attribute __class__ of some objects.
+    every = (thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler))
+    found = [one for one in every if id(getattr(one, "optimizer", None)) in known]
     inside = {id(part) for scheduler in found for part in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in found if id(scheduler) not in inside]
-
-
-def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
-    """Return the schedulers of the optimizers: objects with an optimizer as an attribute."""
-    referrers = gc.get_referrers(*optimizers)
-    dictionaries = [referrer for referrer in referrers if type(referrer) is dict]
-    if dictionaries:
-        referrers += gc.get_referrers(*dictionaries)
-    # Not isinstance, which reads the attribute __class__ of some objects.
-    found = {id(obj): obj for obj in referrers if issubclass(type(obj), LRScheduler)}
-    known = {id(optimizer) for optimizer in optimizers}
-    return [
-        scheduler
-        for scheduler in found.values()
-        if id(getattr(scheduler, "optimizer", None)) in known
-    ]
 
 
 def put_back_rates(scheduler: LRScheduler) -> None:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
+from hpctrain.optim.foreach import at_least_fp32
 from hpctrain.process.logging import logger
 
 __all__ = ["SyncBatchNorm", "convert"]
@@ -47,8 +48,6 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
             if isinstance(layer, nn.SyncBatchNorm) and backend.device.type == "cpu":
                 layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
         return model
-    if not layers:
-        return model
     for name, layer in layers:
         _refuse(name or "the model", layer)
     for _, layer in layers:
@@ -60,9 +59,9 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
         else:
             layer.__class__ = SyncBatchNorm
             layer.ranks = _SharedBackend(backend)  # type: ignore[assignment]
-    logger.info(
-        "batch norm over all ranks: %d layer%s", len(layers), "s" if len(layers) > 1 else ""
-    )
+    if layers:
+        plural = "s" if len(layers) > 1 else ""
+        logger.info("batch norm over all ranks: %d layer%s", len(layers), plural)
     return model
 
 
@@ -162,7 +161,7 @@ def _moments(x: Tensor) -> Tensor:
     count = x.numel() // max(x.size(1), 1)
     if count == 0:
         return torch.zeros(2 * x.size(1) + 1, dtype=torch.float64, device=x.device)
-    x, over = x.to(_wide(x.dtype)), _all_but_channels(x)
+    x, over = x.to(at_least_fp32(x.dtype)), _all_but_channels(x)
     mean = x.mean(over, keepdim=True)
     deviations = (x - mean).square().sum(over).double()
     mean = mean.flatten().double()
@@ -200,7 +199,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and bias."""
         x, weight, mean, variance, count = ctx.saved_tensors
-        wide, over = _wide(x.dtype), _all_but_channels(x)
+        wide, over = at_least_fp32(x.dtype), _all_but_channels(x)
         gradient = gradient.to(wide)
         normal = _affine(x.to(wide), mean, variance, None, None, ctx.eps)
         sums = torch.cat((gradient.sum(over), (gradient * normal).sum(over))).double()
@@ -228,7 +227,7 @@ def _affine(
     eps: float,
 ) -> Tensor:
     """Apply torch's batch norm with a given mean and variance."""
-    wide = _wide(x.dtype)
+    wide = at_least_fp32(x.dtype)
     return functional.batch_norm(
         x,
         mean.to(wide),
@@ -238,11 +237,6 @@ def _affine(
         training=False,
         eps=eps,
     )
-
-
-def _wide(kind: torch.dtype) -> torch.dtype:
-    """Return the type for computations with inputs of a type."""
-    return torch.float64 if kind == torch.float64 else torch.float32
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
