@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from hpctrain import data
-from hpctrain.data import shards
 from hpctrain.data.images import decoding
+from hpctrain.data.shards.writing import make
 from hpctrain.tools.bench.measure import take_turns
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     with tempfile.TemporaryDirectory() as place:
         folder, tar = Path(place, "folder"), Path(place, "tar")
         photographs.make(folder, train=-(-arguments.images // 12), val=0, classes=12)
-        shards.make(folder, tar, ["train"], 2**22)
+        make(folder, tar, ["train"], 2**22)
         source = data.image_source(folder, "train")
         files = [source.read(index) for index in range(len(source))]
         print(f"{len(files)} photographs of {sum(map(len, files)) / len(files) / 1e3:.0f} kB\n")

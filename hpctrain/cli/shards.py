@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from hpctrain.cli.argument_types import typed
-from hpctrain.data.shards import build_index, make
-from hpctrain.data.shards.index import path_of, shard_paths
+from hpctrain.data.shards.index import build_index, path_of, shard_paths
+from hpctrain.data.shards.writing import make
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench.measure import size
 

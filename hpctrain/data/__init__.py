@@ -10,17 +10,12 @@ from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.data.datasets import Images, load
-    from hpctrain.data.images import (
-        IGNORED,
-        CenterCrop,
-        ImageSet,
-        Normalize,
-        RandomResizedCrop,
-        SyntheticImages,
-    )
+    from hpctrain.data.images.imageset import IGNORED, ImageSet
+    from hpctrain.data.images.synthetic import SyntheticImages
+    from hpctrain.data.images.transforms import CenterCrop, Normalize, RandomResizedCrop
     from hpctrain.data.loader import Loader
     from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
-    from hpctrain.data.shards import image_source, same_classes
+    from hpctrain.data.shards.layouts import image_source, same_classes
 
 __all__ = [
     "IGNORED",
@@ -42,16 +37,11 @@ __getattr__ = lazy(
     __name__,
     {
         "datasets": ("Images", "load"),
-        "images": (
-            "IGNORED",
-            "CenterCrop",
-            "ImageSet",
-            "Normalize",
-            "RandomResizedCrop",
-            "SyntheticImages",
-        ),
+        "images.imageset": ("IGNORED", "ImageSet"),
+        "images.synthetic": ("SyntheticImages",),
+        "images.transforms": ("CenterCrop", "Normalize", "RandomResizedCrop"),
         "loader": ("Loader",),
         "sampler": ("EvaluationSampler", "TrainingSampler"),
-        "shards": ("image_source", "same_classes"),
+        "shards.layouts": ("image_source", "same_classes"),
     },
 )

@@ -1,7 +1,7 @@
 """Loader from a data set to batches on the device."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from hpctrain.process import seeds, signals
 from hpctrain.process.events import Events
 from hpctrain.process.phases import EVALUATING
 
-__all__ = ["Begin", "Loader", "check_arguments", "evaluated"]
+__all__ = ["Begin", "Loader", "check_arguments", "evaluated", "weighed"]
 
 
 class Loader:
@@ -75,7 +75,7 @@ class Loader:
         sampler = self.sampler
         if isinstance(sampler, EvaluationSampler):
             self._events.evaluation()
-        epoch = getattr(self.sampler, "epoch", 0)
+        epoch = getattr(sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
         with signals.blocked():
             loaded = iter(self._loader)
@@ -83,16 +83,27 @@ class Loader:
         if isinstance(sampler, EvaluationSampler):
             idle = sampler.idle if sampler.uneven else None
             return evaluated(self._events, batches, len(self), idle)
-        return self._weighed(sampler, batches) if sampler.uneven else batches
+        numbered = enumerate(batches)
+        return weighed(((one, sampler.weight(number)) for number, one in numbered), self._events)
 
-    def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; report the weight of each batch first."""
-        try:
-            for number, batch in enumerate(batches):
-                self._events.weight(sampler.weight(number))
-                yield batch
-        finally:
-            self._events.weight(1.0)
+
+def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[Any]:
+    """Yield the batches; report the weight of each one first, if it is another one than before.
+
+    Args:
+        batches: micro-batches of this rank, and their weights.
+        events: receives the weights.
+    """
+    last = 1.0
+    try:
+        for batch, weight in batches:
+            if weight != last:
+                events.weight(weight)
+                last = weight
+            yield batch
+    finally:
+        if last != 1.0:
+            events.weight(1.0)
 
 
 def evaluated(
@@ -200,9 +211,6 @@ class _WithEpoch:
 
     def __init__(self, sampler: TrainingSampler) -> None:
         self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[int, list[int], list[int]]]:
         epoch = self._sampler.epoch

@@ -7,15 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hpctrain.arguments import Batches, Options
 from hpctrain.cluster.texts import ranks_text
@@ -28,16 +20,13 @@ __all__ = [
     "begin_own",
     "check_own",
     "divided",
-    "draws_at_first",
     "fingerprint",
+    "length_of",
     "sampler_of",
     "samples",
     "split_themselves",
     "without_bar",
 ]
-
-# The samplers of torch that draw all random numbers, or the seed of them, with the first index.
-_DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def check_own(loader: Any, options: Options, batches: Batches, parts: int = 1) -> None:
@@ -115,11 +104,6 @@ def divided(loader: DataLoader[Any], world_size: int) -> bool:
         getattr(owner, "num_replicas", None) == world_size and hasattr(owner, "rank")
         for owner in (loader.batch_sampler, sampler_of(loader))
     )
-
-
-def draws_at_first(sampler: Any) -> bool:
-    """Return whether a sampler is known to draw its random numbers with the first index."""
-    return type(sampler) in _DRAW_AT_FIRST
 
 
 def begin_own(loader: Any, epoch: int, seed: int) -> None:
@@ -211,6 +195,14 @@ def split_themselves(fingerprints: Sequence[str]) -> bool:
             "--same-data (if you want this)",
         )
     return False
+
+
+def length_of(source: Any) -> int | None:
+    """Return the length of a sampler or loader; None if it has none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):  # the data set of a DataLoader may have no length
+        return None
 
 
 def without_bar(loader: Any) -> Any:

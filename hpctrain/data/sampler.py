@@ -66,11 +66,6 @@ class TrainingSampler(Sampler[list[int]]):
         whole, rest = divmod(self.length, self.batches.global_batch)
         return whole + (rest > 0 and not self.drop_last)
 
-    @property
-    def uneven(self) -> bool:
-        """Whether the last step of an epoch has fewer samples than the others."""
-        return not self.drop_last and self.length % self.batches.global_batch > 0
-
     def weight(self, number: int) -> float:
         """Return the weight of a micro-batch: its samples / mean samples per micro-batch of a step.
 

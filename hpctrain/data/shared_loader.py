@@ -12,21 +12,34 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader, Sampler, default_collate, default_convert
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.augmentation import Seeded, draws, kept
 from hpctrain.data.feed import Placement, feed
 from hpctrain.data.loader import Begin, evaluated
-from hpctrain.data.own_loaders import begin_own, divided, draws_at_first, sampler_of
+from hpctrain.data.own_loaders import begin_own, divided, length_of, sampler_of
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds, signals
 from hpctrain.process.events import Events
 from hpctrain.process.random_states import RandomStream
 
-__all__ = ["Order", "SharedLoader", "Sharing", "begun", "copied", "refuse_short", "weighed"]
+__all__ = ["Order", "SharedLoader", "Sharing", "begun", "copied", "refuse_short"]
 
 T = TypeVar("T")
+
+# The samplers of torch that draw all random numbers, or the seed of them, with the first index.
+_DRAW_AT_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,8 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
         plain = isinstance(self._source, BatchSampler)
         plain = plain and type(self._source).__name__ == BatchSampler.__name__
         self._by_samples = plain or split
-        self._draws_at_first = (plain or self._single) and draws_at_first(sampler_of(loader))
+        known = type(sampler_of(loader)) in _DRAW_AT_FIRST
+        self._draws_at_first = known and (plain or self._single)
         self._drop_last = loader.drop_last or bool(getattr(batched, "drop_last", False))
         self.epoch = self.first = 0
         self.begun = ""
@@ -124,11 +138,8 @@ class Order(Sampler[tuple[int, list[Any], list[int]]]):
     @property
     def steps(self) -> int | None:
         """Number of steps of a whole epoch; None if the sampler has no length."""
-        try:
-            count = len(self._source)
-        except (TypeError, NotImplementedError):
-            return None
-        if self._split:
+        count = length_of(self._source)
+        if count is None or self._split:
             return count
         slots = self._sharing.slots
         return count // slots if self._drop_last and self._trains else -(-count // slots)
@@ -258,10 +269,6 @@ class SharedLoader:
         if self.steps == 0:
             refuse_short(len(self.source), self._slots)
 
-    def state_at(self, number: int) -> None:
-        """Return nothing, as a later start skips in the order."""
-        del number
-
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
         trains, self._trains = self._trains, False
@@ -366,25 +373,6 @@ def begun(loader: Iterable[Any], stream: RandomStream) -> Iterator[Any]:
         # A subclass with its own __iter__ draws, and starts its workers, with its first batch.
         with signals.blocked() if workers else nullcontext():
             return chain(list(islice(iterator, 1)), iterator)
-
-
-def weighed(batches: Iterator[tuple[Any, float]], events: Events) -> Iterator[Any]:
-    """Yield the batches; report the weight of each one first, if it is another one than before.
-
-    Args:
-        batches: micro-batches of this rank, and their weights.
-        events: receives the weights.
-    """
-    last = 1.0
-    try:
-        for batch, weight in batches:
-            if weight != last:
-                events.weight(weight)
-                last = weight
-            yield batch
-    finally:
-        if last != 1.0:
-            events.weight(1.0)
 
 
 def refuse_other_order(digests: Sequence[str], sampler: Any) -> None:

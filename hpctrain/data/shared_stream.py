@@ -12,7 +12,7 @@ from hpctrain.backends.base import Backend
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import Loader, evaluated
-from hpctrain.data.own_loaders import begin_own, fingerprint, samples, split_themselves
+from hpctrain.data.own_loaders import begin_own, fingerprint, length_of, samples, split_themselves
 from hpctrain.data.shared_loader import Sharing, begun, copied, refuse_short
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
@@ -51,25 +51,23 @@ class SharedStream:
         self.parts = sharing.slots if split else 1
         self.steps: int | None = None
         self.unequal = False
-        self._own: Any = source
-        self._by_node = False  # whether the source is split by its own library
         self._looked = self._told = False
         self._trained: Iterator[Any] | None = None
         self._next = 0  # first micro-batch of this rank that is not read yet
         self._states: dict[int, Any] = {}  # states of the source, by the next micro-batch
+        data = source.dataset if isinstance(source, DataLoader) else source
+        self._own, self._by_node = _of_node(data, sharing)
         if isinstance(source, DataLoader):
-            dataset, self._by_node = _of_node(source.dataset, sharing)
-            changes: dict[str, Any] = {"dataset": dataset}
+            changes: dict[str, Any] = {"dataset": self._own}
             if split and source.batch_size is not None:
                 size = source.batch_size // self.parts
                 batched = BatchSampler(source.sampler, size, source.drop_last)
                 changes.update(batch_size=size, batch_sampler=batched)
             self._own = copied(source, **changes)
-        else:
-            self._own, self._by_node = _of_node(source, sharing)
+        self._streams = isinstance(getattr(source, "dataset", None), IterableDataset)
         self._stateful = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
-        in_workers = getattr(source, "num_workers", 0) > 0
-        self._draws = not in_workers and not isinstance(source, (list, tuple, Loader))
+        self._workers: int = getattr(source, "num_workers", 0)
+        self._draws = not (self._workers or isinstance(source, (list, tuple, Loader)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # for copy and pickle, which ask before there is a source
@@ -138,7 +136,8 @@ class SharedStream:
             batches = _drawn(batches, stream)
         compares = not (sharing.same_data or self._by_node or isinstance(self.source, Loader))
         # A second batch that is read ahead would be missing in the source's state.
-        both = compares and self._in_workers() and not (self._looked or self._stateful)
+        both = compares and self._streams and self._workers > 1
+        both = both and not (self._looked or self._stateful)
         self._looked = True
         head = list(islice(batches, 2 if both else 1))
         seen = ""
@@ -146,10 +145,8 @@ class SharedStream:
             seen = fingerprint(head[0])
             if both and seen and list(map(fingerprint, head[1:])) == [seen]:
                 seen = _TWICE
-        length = self._length()
-        texts = [f"{seen} {'' if length is None else length}"]
-        if sharing.world_size > 1:
-            texts = sharing.exchange(texts[0])
+        length = length_of(self._own)
+        texts = sharing.exchange(f"{seen} {'' if length is None else length}")
         fingerprints, lengths = zip(*(text.split(" ") for text in texts), strict=True)
         if _TWICE in fingerprints:
             _refuse_workers(self.source, fingerprints.index(_TWICE))
@@ -169,8 +166,8 @@ class SharedStream:
                 sharing.world_size,
             )
         # The length of an IterableDataset is an estimate: nobody checks it.
-        estimated = isinstance(getattr(self.source, "dataset", None), IterableDataset)
-        self.unequal = len(lengths) > 1 and (estimated or not known or len(set(lengths)) > 1)
+        certain = known and not self._streams
+        self.unequal = len(lengths) > 1 and not (certain and len(set(lengths)) == 1)
         self.steps = None
         if known:
             slots, least = sharing.slots if here else sharing.accumulate, min(map(int, lengths))
@@ -209,19 +206,8 @@ class SharedStream:
             last = list(self._states.items())[-1:]
             self._states = {**dict(last), self._next: copy.deepcopy(self._own.state_dict())}
 
-    def _in_workers(self) -> bool:
-        return isinstance(getattr(self.source, "dataset", None), IterableDataset) and (
-            getattr(self.source, "num_workers", 0) > 1
-        )
-
     def _drop_last(self) -> bool:
         return bool(getattr(self.source, "drop_last", False))
-
-    def _length(self) -> int | None:
-        try:
-            return len(self._own)
-        except (TypeError, NotImplementedError):  # the data set of a DataLoader may have no length
-            return None
 
 
 _TWICE = "twice"  # in place of a fingerprint: two workers of the rank begin with the same batch

@@ -5,7 +5,8 @@ from typing import Any
 
 from hpctrain.data import own_loaders
 from hpctrain.data.epochs import begin_epoch, counts_itself, steps_of_epoch
-from hpctrain.data.shared_loader import SharedLoader, weighed
+from hpctrain.data.loader import weighed
+from hpctrain.data.shared_loader import SharedLoader
 from hpctrain.data.shared_stream import SharedStream, end_together
 from hpctrain.training.consensus import meet
 from hpctrain.training.context import Context

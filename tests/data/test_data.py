@@ -486,7 +486,6 @@ def test_sampler_without_drop_last_weighs_every_sample_once(length, size, accumu
                 weights[index] += weight * samples
     assert sorted(weights) == list(range(length))
     assert all(abs(weight - 1) < 1e-12 for weight in weights.values())
-    assert samplers[0].uneven == (length % batches.global_batch > 0)
 
 
 def test_sampler_without_drop_last_has_the_same_last_micro_batches():

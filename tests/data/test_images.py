@@ -18,9 +18,9 @@ from torchvision.transforms.functional import pil_to_tensor
 from hpctrain import data
 from hpctrain.arguments import Batches
 from hpctrain.cluster.world import World
-from hpctrain.data import shards
 from hpctrain.data.feed import Placement
 from hpctrain.data.images import decoding
+from hpctrain.data.shards.writing import make
 from hpctrain.errors import DataError, UsageError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -399,7 +399,7 @@ def test_image_batches_have_the_layout_for_normalize(photographs):
 
 
 def test_image_samples_do_not_depend_on_batch_size_workers_or_shards(photographs, tmp_path):
-    shards.make(photographs, tmp_path / "tar", ["train"], 10**5)
+    make(photographs, tmp_path / "tar", ["train"], 10**5)
 
     def epoch(folder, batch_size, workers):
         source = data.image_source(folder, "train")

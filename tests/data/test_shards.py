@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.data import shards
-from hpctrain.data.shards import FolderSource, ShardSource, image_source, same_classes
+from hpctrain.data.shards.folders import FolderSource
+from hpctrain.data.shards.index import build_index
+from hpctrain.data.shards.layouts import image_source, same_classes
+from hpctrain.data.shards.shard_reader import ShardSource
+from hpctrain.data.shards.writing import make
 from hpctrain.errors import DataError, HpctrainError, UsageError
 
 
@@ -42,7 +45,7 @@ def folders(tmp_path):
 @pytest.fixture
 def shards_folder(folders):
     target = folders.parent / "shards"
-    shards.make(folders, target, ["train", "val"], shard_size=5000)
+    make(folders, target, ["train", "val"], shard_size=5000)
     return target
 
 
@@ -252,7 +255,7 @@ def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
     target = folders.parent / "shards"
     monkeypatch.setattr(os, "fsync", raise_no_space)
     with pytest.raises(HpctrainError) as caught:
-        shards.make(folders, target, ["train"], 10**6)
+        make(folders, target, ["train"], 10**6)
     assert caught.value.found == f"{target} cannot be written: No space left on device"
     assert caught.value.code == "HT522"
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
@@ -261,7 +264,7 @@ def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
 def test_shards_make_names_an_unreadable_image(folders):
     (folders / "train" / "cat" / "broken.jpg").symlink_to("nowhere")
     with pytest.raises(DataError, match="No such file") as caught:
-        shards.make(folders, folders.parent / "shards", ["train"], 10**6)
+        make(folders, folders.parent / "shards", ["train"], 10**6)
     assert "broken.jpg" in caught.value.found
     assert caught.value.code == "HT511"
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
@@ -269,10 +272,10 @@ def test_shards_make_names_an_unreadable_image(folders):
 
 def test_shards_make_refuses_an_existing_target(folders, shards_folder):
     with pytest.raises(UsageError, match="shards exists"):
-        shards.make(folders, shards_folder, ["train"], 10**6)
+        make(folders, shards_folder, ["train"], 10**6)
     (folders.parent / ".new.part").mkdir()
     with pytest.raises(UsageError, match="another process is writing") as caught:
-        shards.make(folders, folders.parent / "new", ["train"], 10**6)
+        make(folders, folders.parent / "new", ["train"], 10**6)
     fix = f"rm -r {folders.parent}/.new.part (if no other process is writing)"
     assert caught.value.fixes == (fix,)
     assert caught.value.code == "HT522"
@@ -348,7 +351,7 @@ def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, mon
         (folders, folders / LONG, ["train"]),
     ):
         with pytest.raises(UsageError, match="File name too long") as caught:
-            shards.make(source, target, splits, 10**6)
+            make(source, target, splits, 10**6)
         assert caught.value.code == "HT511"
     assert "File name too long" in error_of(capsys, "index", folders / LONG)
     assert not new.exists()
@@ -481,7 +484,7 @@ def test_rebuilt_shard_index_keeps_class_names(tmp_path, below):
     """Include images one folder deeper, as in Tiny ImageNet."""
     names = ("n01", "n02", "n03")
     write(tmp_path / "images", {f"train/{name}/{below}x.JPEG": b"x" for name in names})
-    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
     (tmp_path / "shards" / "train.index").unlink()
     assert image_source(tmp_path / "shards", "train").classes == list(names)
 
@@ -500,7 +503,7 @@ def test_names_in_a_shard_are_unique(tmp_path):
     """Extracting a tar file keeps only one of two files with the same name."""
     names = ("a.b.jpg", "a.jpg", "a.k.jpg", "a.png", "a_b-0.jpg", "a_k-2.jpg", "a_k-2-5.jpg")
     write(tmp_path / "images" / "train" / "c", {name: name.encode() for name in names})
-    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
     with tarfile.open(tmp_path / "shards" / "train-000000.tar") as tar:
         found = tar.getnames()
     assert len(set(found)) == len(found) == 2 * len(names)
@@ -512,7 +515,7 @@ def test_names_in_a_shard_are_unique(tmp_path):
 def test_shard_keeps_long_and_non_utf8_names(tmp_path):
     long, odd = f"{'c' * 120}/{'n' * 150}.jpg", "d/\udce9 \N{LATIN SMALL LETTER E WITH ACUTE}.jpg"
     write(tmp_path / "images" / "train", {long: b"1", odd: b"2"})
-    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
     source = image_source(tmp_path / "shards", "train")
     assert [source.name(i).partition(": ")[2] for i in range(2)] == [long, odd]
 
@@ -521,7 +524,7 @@ MANY = """
 import resource, sys
 limit = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-from hpctrain.data.shards import ShardSource
+from hpctrain.data.shards.shard_reader import ShardSource
 source = ShardSource(sys.argv[1], "train")
 print(len({source.read(i) for _ in range(2) for i in range(len(source))}))
 """
@@ -597,12 +600,12 @@ def test_shards_make_into_this_folder_or_a_link(folders, monkeypatch):
     real = folders.parent / "real"
     real.mkdir()
     (folders.parent / "link").symlink_to(real)
-    shards.make(folders, folders.parent / "link", ["val"], 10**6)
+    make(folders, folders.parent / "link", ["val"], 10**6)
     assert len(image_source(real, "val")) == 6
     here = folders.parent / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    shards.make(folders, Path(), ["val"], 10**6)
+    make(folders, Path(), ["val"], 10**6)
     assert len(image_source(here, "val")) == 6
 
 
@@ -611,14 +614,14 @@ def test_shards_make_refuses_a_mount_point(folders, monkeypatch):
     target.mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
     with pytest.raises(UsageError, match="scratch exists") as caught:
-        shards.make(folders, target, ["val"], 10**6)
+        make(folders, target, ["val"], 10**6)
     assert caught.value.fixes == (f"{target}/shards",)
     assert caught.value.code == "HT522"
 
 
 def test_shard_index_written_by_two_at_once(shards_folder, monkeypatch):
     """Start the second write before the first has ended; both finish."""
-    index, path = shards.build_index(shards_folder, "val"), shards_folder / "val.index"
+    index, path = build_index(shards_folder, "val"), shards_folder / "val.index"
     fsync = os.fsync
 
     def write_meanwhile(file):

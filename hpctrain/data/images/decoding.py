@@ -63,14 +63,11 @@ class Pillow:
     """
 
     def __init__(self) -> None:
-        self._image: Any = _module("PIL.Image")
-
-    def __reduce__(self) -> tuple[type["Pillow"], tuple[()]]:
-        return type(self), ()  # a module cannot be pickled
+        _module("PIL.Image")
 
     def refuses(self, pixels: int) -> bool:
         """Return whether Pillow's MAX_IMAGE_PIXELS refuses so many pixels as a possible attack."""
-        most = self._image.MAX_IMAGE_PIXELS
+        most = _module("PIL.Image").MAX_IMAGE_PIXELS
         return most is not None and pixels > 2 * most
 
     def size(self, data: bytes) -> tuple[int, int]:
@@ -90,14 +87,15 @@ class Pillow:
 
     @contextlib.contextmanager
     def _opened(self, data: bytes) -> Any:
+        module = _module("PIL.Image")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings about palettes, metadata, sizes
-                with self._image.open(io.BytesIO(data)) as image:
+                with module.open(io.BytesIO(data)) as image:
                     yield image
         except MemoryError:
             raise
-        except self._image.UnidentifiedImageError:
+        except module.UnidentifiedImageError:
             raise CorruptError("unknown image format" if data else "it is empty") from None
         except Exception as error:  # Pillow's plugins raise exceptions of all types
             raise CorruptError(str(error) or type(error).__name__) from None
@@ -124,16 +122,13 @@ class SimpleJpeg:
     """
 
     def __init__(self) -> None:
-        self._jpeg: Any = _module("simplejpeg")
+        _module("simplejpeg")
         self._other = Pillow()
-
-    def __reduce__(self) -> tuple[type["SimpleJpeg"], tuple[()]]:
-        return type(self), ()
 
     def size(self, data: bytes) -> tuple[int, int]:
         """Return height and width."""
         try:
-            height, width, *_ = self._jpeg.decode_jpeg_header(data)
+            height, width, *_ = _module("simplejpeg").decode_jpeg_header(data)
         except ValueError:
             return self._other.size(data)
         if self._other.refuses(height * width):
@@ -147,7 +142,8 @@ class SimpleJpeg:
             if least is not None:
                 part = _part(height, width, least)
                 height, width = -(-height // part), -(-width // part)
-            pixels = self._jpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
+            decode = _module("simplejpeg").decode_jpeg
+            pixels = decode(data, "RGB", min_height=height, min_width=width)
         except ValueError:
             return self._other.decode(data, least)
         return torch.from_numpy(pixels).permute(2, 0, 1)
@@ -186,6 +182,7 @@ def find(name: str) -> Decoder:
 
 
 def _module(name: str) -> Any:
+    """Import a module where it is used, as a decoder that holds a module could not be pickled."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hpctrain.data.images import decoding
-from hpctrain.data.images.cropping import CenterCrop, RandomResizedCrop
-from hpctrain.data.shards import Source
+from hpctrain.data.images.transforms import CenterCrop, RandomResizedCrop
+from hpctrain.data.shards.layouts import Source
 from hpctrain.errors import DataError, UsageError
 from hpctrain.process.logging import logger
 

@@ -9,8 +9,7 @@ import os
 import tarfile
 from pathlib import Path
 
-from hpctrain.data.shards.index import Index, path_of, shard_paths
-from hpctrain.data.shards.indexing import DAMAGE, build_index
+from hpctrain.data.shards.index import DAMAGE, Index, build_index, path_of, shard_paths
 from hpctrain.errors import DataError, UsageError
 from hpctrain.process.logging import logger
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain.data.shards.folders import FolderSource
-from hpctrain.data.shards.index import path_of
-from hpctrain.data.shards.indexing import build_index
+from hpctrain.data.shards.index import build_index, path_of
 from hpctrain.errors import HpctrainError, UsageError
 
 __all__ = ["make"]
@@ -76,7 +75,9 @@ def make(
 
 def _refuse(source: Path, target: Path, splits: Sequence[str]) -> None:
     """Refuse a target to which a folder cannot be renamed, and splits that the source has not."""
-    if target.is_mount() or (target.exists() and not (target.is_dir() and _is_empty(target))):
+    if target.is_mount() or (
+        target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    ):
         raise UsageError(
             "HT522",
             f"{target} exists",
@@ -92,10 +93,6 @@ def _refuse(source: Path, target: Path, splits: Sequence[str]) -> None:
                 f"{source / (split or 'SPLIT')}/CLASS/*.jpg",
                 f"--splits {','.join([one for one in splits if one in known] or known)}",
             )
-
-
-def _is_empty(folder: Path) -> bool:
-    return not any(folder.iterdir())
 
 
 def _unwritable(target: Path, error: OSError) -> HpctrainError:

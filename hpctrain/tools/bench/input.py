@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hpctrain import data
-from hpctrain.data.shards import Source
+from hpctrain.data.shards.layouts import Source
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench.figures import Results, compare
 from hpctrain.tools.bench.turns import Times, finish, in_turns
