@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpctrain.process.pytree import map_tensors
+from hpctrain.process.pytree import map_tensors, tensors_in
 
 __all__ = ["Placement", "feed"]
 
@@ -28,17 +27,12 @@ class Placement:
     dtype: torch.dtype | None = None
     channels_last: bool = False
 
-    @property
-    def changes(self) -> bool:
-        """Whether batches of the loader need a change."""
-        return self.device.type != "cpu" or self.dtype is not None or self.channels_last
-
     def __call__(self, batch: Any) -> Any:
         """Move a batch, of tensors in tuples, lists and dicts, to the device."""
         return map_tensors(self._place, batch)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
+        dtype = self.dtype if tensor.is_floating_point() else None
         images = self.channels_last and tensor.dim() == 4
         return tensor.to(
             device=self.device,
@@ -61,8 +55,8 @@ def feed(
         placement: device and format of the batches.
         on_device: function that transforms each batch on the device.
     """
-    if on_device is None and not placement.changes:
-        return batches
+    if on_device is None and placement == Placement(torch.device("cpu")):
+        return batches  # nothing changes
 
     def move(batch: Any) -> Any:
         batch = placement(batch)
@@ -84,11 +78,7 @@ def _on_side_stream(
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
         # Otherwise the next batch could get this memory while the step still uses it.
-        map_tensors(partial(_keep, current), moved)
+        for tensor in tensors_in(moved):
+            if tensor.is_cuda:
+                tensor.record_stream(current)
         yield moved
-
-
-def _keep(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
-    return tensor

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hpctrain.process import seeds, signals
 from hpctrain.process.events import Events
 from hpctrain.process.phases import EVALUATING
 
-__all__ = ["Begin", "Loader", "check_arguments", "evaluated", "weighed"]
+__all__ = ["Loader", "begin_worker", "check_arguments", "evaluated", "weighed"]
 
 
 class Loader:
@@ -57,6 +58,7 @@ class Loader:
         # Then the random numbers of `collate_fn` in a worker follow from the batch's last sample.
         random = draws(dataset) or (workers > 0 and "collate_fn" in arguments)
         seeded = isinstance(sampler, TrainingSampler) and random
+        init_fn = arguments.pop("worker_init_fn", None)
         self._loader = DataLoader(
             Seeded(dataset, seed) if seeded else dataset,
             batch_sampler=_WithEpoch(sampler) if seeded else sampler,  # type: ignore[arg-type]
@@ -64,7 +66,7 @@ class Loader:
             pin_memory=placement.device.type == "cuda",
             persistent_workers=workers > 0,
             generator=self._generator,
-            worker_init_fn=Begin(arguments.pop("worker_init_fn", None)) if workers else None,
+            worker_init_fn=partial(begin_worker, os.getpid(), init_fn),
             **arguments,
         )
 
@@ -185,25 +187,21 @@ _OWN_ARGUMENTS = {
 }
 
 
-class Begin:
-    """Start function of a worker process.
+def begin_worker(master: int, init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Begin in a worker process.
 
     Args:
+        master: process that has started it.
         init_fn: the script's own `worker_init_fn`, called last.
+        worker: number of the worker.
     """
-
-    def __init__(self, init_fn: Callable[[int], None] | None) -> None:
-        self._master, self._init_fn = os.getpid(), init_fn
-
-    def __call__(self, worker: int) -> None:
-        """Begin in the worker process, with the worker's number."""
-        signals.obey_parent(self._master)
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, Seeded):
-            # The script's function expects its own data set. torch makes the attribute read-only.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._init_fn is not None:
-            self._init_fn(worker)
+    signals.obey_parent(master)
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, Seeded):
+        # The script's function expects its own data set. torch makes the attribute read-only.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+    if init_fn is not None:
+        init_fn(worker)
 
 
 class _WithEpoch:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hpctrain.arguments import Batches, Options
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
-from hpctrain.process.pytree import map_tensors
+from hpctrain.process.pytree import tensors_in
 
 __all__ = [
     "batch_size",
@@ -110,8 +109,8 @@ def begin_own(loader: Any, epoch: int, seed: int) -> None:
     """Prepare a DataLoader for an epoch, so that a resumed run gets the same batches.
 
     A sampler with `set_epoch`, such as DistributedSampler, gets the epoch, and an IterableDataset
-    with it too. A generator of the
-    loader or sampler is seeded from the run's seed, the generator's first seed and the epoch.
+    with it too. A generator of the loader or sampler is seeded from the run's seed, the generator's
+    first seed and the epoch.
 
     Args:
         loader: any iterable of batches.
@@ -128,11 +127,8 @@ def begin_own(loader: Any, epoch: int, seed: int) -> None:
     owners = {getattr(owner, "generator", None): owner for owner in (loader, sampler)}
     for generator, owner in owners.items():
         if isinstance(generator, torch.Generator):
-            if not hasattr(owner, _FIRST_SEED):
-                setattr(owner, _FIRST_SEED, generator.initial_seed())
-            generator.manual_seed(
-                seeds.derive("generator", seed, getattr(owner, _FIRST_SEED), epoch)
-            )
+            first = vars(owner).setdefault(_FIRST_SEED, generator.initial_seed())
+            generator.manual_seed(seeds.derive("generator", seed, first, epoch))
 
 
 _FIRST_SEED = "_hpctrain_seed"
@@ -140,24 +136,13 @@ _FIRST_SEED = "_hpctrain_seed"
 
 def samples(batch: Any) -> int | None:
     """Return the number of samples of a batch: the length of its first tensor; None without one."""
-    tensors = _tensors(batch)
+    tensors = tensors_in(batch)
     return tensors[0].shape[:1].numel() if tensors else None
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(add, batch)
-    return found
 
 
 def fingerprint(batch: Any) -> str:
     """Return a digest of a batch's tensors, or of the batch; empty if it has none of a value."""
-    digest, tensors = hashlib.blake2b(digest_size=16), _tensors(batch)
+    digest, tensors = hashlib.blake2b(digest_size=16), tensors_in(batch)
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous()
         digest.update(repr((tensor.dtype, tensor.shape)).encode())
@@ -179,13 +164,12 @@ def split_themselves(fingerprints: Sequence[str]) -> bool:
     Raises:
         UsageError: some ranks have the same batch, and others another one.
     """
-    if "" in fingerprints or len(set(fingerprints)) == len(fingerprints):
+    different = set(fingerprints)
+    if "" in different or len(different) == len(fingerprints):
         return True
-    ranks: dict[str, list[int]] = {}
-    for rank, digest in enumerate(fingerprints):
-        ranks.setdefault(digest, []).append(rank)
-    if len(ranks) > 1:
-        same = next(those for those in ranks.values() if len(those) > 1)
+    if len(different) > 1:
+        twice = next(digest for digest in fingerprints if fingerprints.count(digest) > 1)
+        same = [rank for rank, digest in enumerate(fingerprints) if digest == twice]
         raise UsageError(
             "HT508",
             f"{ranks_text(same)} begin with the same batch, and other ranks with another one",

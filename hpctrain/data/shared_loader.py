@@ -6,9 +6,11 @@ rank i mod world_size, at accumulation index i div world_size. All ranks draw th
 
 import copy
 import hashlib
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -27,7 +29,7 @@ from torch.utils.data import (
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.augmentation import Seeded, draws, kept
 from hpctrain.data.feed import Placement, feed
-from hpctrain.data.loader import Begin, evaluated
+from hpctrain.data.loader import begin_worker, evaluated
 from hpctrain.data.own_loaders import begin_own, divided, length_of, sampler_of
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds, signals
@@ -351,9 +353,8 @@ def copied(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
         changes: new values; torch would refuse to set some of them.
     """
     own = copy.copy(loader)
-    if loader.num_workers:
-        changes["worker_init_fn"] = Begin(loader.worker_init_fn)
-    vars(own).update(changes, in_order=True, _iterator=None)
+    init_fn = partial(begin_worker, os.getpid(), loader.worker_init_fn)
+    vars(own).update(changes, worker_init_fn=init_fn, in_order=True, _iterator=None)
     return own
 
 

@@ -67,6 +67,7 @@ class SharedStream:
         self._streams = isinstance(getattr(source, "dataset", None), IterableDataset)
         self._stateful = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
         self._workers: int = getattr(source, "num_workers", 0)
+        self._drop_last = bool(getattr(source, "drop_last", False))
         self._draws = not (self._workers or isinstance(source, (list, tuple, Loader)))
 
     def __getattr__(self, name: str) -> Any:
@@ -171,7 +172,7 @@ class SharedStream:
         self.steps = None
         if known:
             slots, least = sharing.slots if here else sharing.accumulate, min(map(int, lengths))
-            up = here and not self._drop_last()
+            up = here and not self._drop_last
             self.steps = -(-least // slots) if up else least // slots
             if self.steps == 0:
                 refuse_short(least, slots)
@@ -192,7 +193,7 @@ class SharedStream:
                 (batch if place == 0 or place % size == rank else None, samples(batch) or 1)
                 for place, batch in enumerate(islice(batches, slots))
             ]
-            if not step or (len(step) < slots and self._drop_last()):
+            if not step or (len(step) < slots and self._drop_last):
                 return
             self._next += sharing.accumulate
             own = sharing.own([batch for batch, _ in step], [count for _, count in step])
@@ -205,9 +206,6 @@ class SharedStream:
         if self._stateful:
             last = list(self._states.items())[-1:]
             self._states = {**dict(last), self._next: copy.deepcopy(self._own.state_dict())}
-
-    def _drop_last(self) -> bool:
-        return bool(getattr(self.source, "drop_last", False))
 
 
 _TWICE = "twice"  # in place of a fingerprint: two workers of the rank begin with the same batch

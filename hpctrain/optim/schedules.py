@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -212,10 +213,7 @@ def put_back_rates(scheduler: LRScheduler) -> None:
     except AttributeError:  # a class of the user that does not keep its rates
         return
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = float(rate)
+        _set_rate(group, rate)
 
 
 def apply(optimizers: Iterable[Optimizer], schedule: Schedule, step: int) -> None:
@@ -241,9 +239,15 @@ def apply(optimizers: Iterable[Optimizer], schedule: Schedule, step: int) -> Non
             if least:
                 low = base.clamp(max=least) if isinstance(base, Tensor) else min(base, least)
                 rate = low + (base - low) * factor
-            if not isinstance(lr, Tensor):
-                group["lr"] = rate
-            elif isinstance(rate, Tensor):
-                lr.copy_(rate)
-            else:
-                lr.fill_(rate)
+            _set_rate(group, rate)
+
+
+def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    """Set the rate of a group; a tensor is changed in place, without waiting for its device."""
+    lr = group["lr"]
+    if not isinstance(lr, Tensor):
+        group["lr"] = float(rate)
+    elif isinstance(rate, Tensor):
+        lr.copy_(rate)
+    else:
+        lr.fill_(rate)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
-from hpctrain.precision.nonfinite import NonFinite
-from hpctrain.precision.scaler import LossScaler
+from hpctrain.precision.scaler import LossScaler, NonFinite
 
 __all__ = ["Precision", "PrecisionSettings", "refuse_older_gpus"]
 

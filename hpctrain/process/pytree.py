@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["map_tensors"]
+__all__ = ["map_tensors", "tensors_in"]
 
 
 def map_tensors(
@@ -38,3 +38,15 @@ def map_tensors(
     if isinstance(things, (list, tuple)):
         return type(things)(map_tensors(function, value, other) for value in things)
     return things if other is None else other(things)
+
+
+def tensors_in(things: Any) -> list[Tensor]:
+    """Return all tensors in a nested structure, in order."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(add, things)
+    return found

@@ -390,7 +390,8 @@ def test_nested_batches_move_to_device_and_dtype():
     assert isinstance(moved["z"], Pair)
     assert moved["z"].right == 7
     assert Placement(CPU)(numbers) is numbers
-    assert not Placement(CPU).changes
+    batches = iter([numbers])
+    assert feed(batches, Placement(CPU)) is batches
     images = torch.ones(2, 3, 4, 5)
     placed = Placement(CPU, channels_last=True)([images, numbers])
     assert placed[0].is_contiguous(memory_format=torch.channels_last)

@@ -127,13 +127,11 @@ class SimpleJpeg:
 
     def size(self, data: bytes) -> tuple[int, int]:
         """Return height and width."""
-        try:
+        with contextlib.suppress(ValueError):
             height, width, *_ = _module("simplejpeg").decode_jpeg_header(data)
-        except ValueError:
-            return self._other.size(data)
-        if self._other.refuses(height * width):
-            return self._other.size(data)  # raises the error
-        return height, width
+            if not self._other.refuses(height * width):
+                return height, width
+        return self._other.size(data)  # raises the error, if there are too many pixels
 
     def decode(self, data: bytes, least: tuple[int, int] | None = None) -> Tensor:
         """Return the pixels."""

@@ -19,7 +19,7 @@ import struct
 import tarfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -96,19 +96,6 @@ class Index:
         if not 0 <= number < len(self):
             raise IndexError(number)
         return Row(*_ROW.unpack_from(self._rows, number * _ROW.size))
-
-    def image(self, number: int, read: Callable[[int, int], bytes]) -> bytes | None:
-        """Return an image, or None if its tar file is another one than that of the index.
-
-        Args:
-            number: number of the sample.
-            read: function from a number of bytes and an offset to these bytes of the tar file;
-                called once.
-        """
-        row = self.row(number)
-        data, end = read(row.length, row.start), row.at + row.size
-        fits = len(data) == row.length and zlib.crc32(data[: row.at] + data[end:]) == row.sign
-        return data[row.at : end] if fits else None
 
     def write(self, path: Path) -> None:
         """Write the file, completely or not at all."""

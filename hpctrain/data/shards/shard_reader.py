@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import tarfile
+import zlib
 from pathlib import Path
 
 from hpctrain.data.shards.index import DAMAGE, Index, build_index, path_of, shard_paths
@@ -84,15 +85,15 @@ class ShardSource:
             UsageError: the headers of the image and its .cls, or the .cls, are not those of the
                 index.
         """
-        shard = self._shard(index)
-        data = self._index.image(index, functools.partial(_read, self._paths[shard]))
-        if data is None:
+        shard, row = self._shard(index), self._index.row(index)
+        data, end = _read(self._paths[shard], row.length, row.start), row.at + row.size
+        if len(data) != row.length or zlib.crc32(data[: row.at] + data[end:]) != row.sign:
             raise self._misfit(
                 self._paths[shard],
                 f"it is a different tar file: its sample {index - self._firsts[shard]} differs, or "
                 "has a different class",
             )
-        return data
+        return data[row.at : end]
 
     def _shard(self, index: int) -> int:
         return bisect.bisect_right(self._firsts, index) - 1
