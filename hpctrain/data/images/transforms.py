@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812, its usual name
@@ -15,6 +16,7 @@ __all__ = ["CenterCrop", "Normalize", "RandomResizedCrop"]
 _ATTEMPTS = 10
 
 
+@dataclass(eq=False)
 class RandomResizedCrop:
     """Crop of random area, shape and position, resized to one size, with a random flip.
 
@@ -39,25 +41,20 @@ class RandomResizedCrop:
 
     random = True
 
-    def __init__(
-        self,
-        size: int,
-        scale: tuple[float, float] = (0.08, 1.0),
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
-        augment: Callable[[Tensor], Tensor] | None = None,
-        flip: float = 0.5,
-    ) -> None:
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    augment: Callable[[Tensor], Tensor] | None = None
+    flip: float = 0.5
+
+    def __post_init__(self) -> None:
+        size, scale, ratio = self.size, self.scale, self.ratio
         if size < 1 or not 0 < scale[0] <= scale[1] <= 1 or not 0 < ratio[0] <= ratio[1]:
             raise UsageError(
                 "HT516",
                 f"RandomResizedCrop({size}, scale={scale}, ratio={ratio})",
                 "a size of at least 1, 0 < scale ≤ 1 and 0 < ratio, the smaller one first",
             )
-        self.size = size
-        self.scale = scale
-        self.ratio = ratio
-        self.augment = augment
-        self.flip = flip
 
     def __call__(self, data: bytes, decoder: Decoder) -> tuple[Tensor, bool]:
         """Return the crop, uint8 (3, size, size), and whether to flip it.
