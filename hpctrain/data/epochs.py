@@ -50,15 +50,12 @@ def share(source: Iterable[Any], sharing: Sharing, split: bool) -> SharedLoader 
     """
     if isinstance(source, SHARED):
         return source
-    known = getattr(source, "__dict__", {}).get(_SHARED)
-    if known is not None and known.events is sharing.events:  # of the same session
-        shared: SharedLoader | SharedStream = known
-        return shared
     if not isinstance(source, DataLoader):
         return SharedStream(source, sharing, split)
-    kind = SharedStream if isinstance(source.dataset, IterableDataset) else SharedLoader
-    shared = kind(source, sharing, split)
-    setattr(source, _SHARED, shared)
+    shared: SharedLoader | SharedStream | None = vars(source).get(_SHARED)
+    if shared is None or shared.events is not sharing.events:  # of another session
+        kind = SharedStream if isinstance(source.dataset, IterableDataset) else SharedLoader
+        shared = vars(source)[_SHARED] = kind(source, sharing, split)
     return shared
 
 

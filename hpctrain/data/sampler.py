@@ -74,7 +74,7 @@ class TrainingSampler(Sampler[list[int]]):
         """
         step, index = divmod(self.first + number, self.batches.accumulate)
         rest = self.length - step * self.batches.global_batch
-        if rest >= self.batches.global_batch:
+        if self.drop_last or rest >= self.batches.global_batch:
             return 1.0
         size, slots = self.batches.batch_size, self.batches.accumulate * self.world.world_size
         samples = min(max(rest - self._place(index) * size, 0), size)
