@@ -109,6 +109,7 @@ def load(
             "--data PATH of a folder that can be read",
         ) from None
     mean, std = _moments(train_images)
+    sets = []
     for images, targets in ((train_images, train_targets), (test_images, test_targets)):
         if images.dim() != 3 or targets.shape != images.shape[:1]:
             raise UsageError(
@@ -118,10 +119,8 @@ def load(
                 "as many labels as images",
                 "fetch the files again",
             )
-    return (
-        Images(train_images, train_targets.long(), mean, std),
-        Images(test_images, test_targets.long(), mean, std),
-    )
+        sets.append(Images(images, targets.long(), mean, std))
+    return sets[0], sets[1]
 
 
 def _find(name: str, download: bool, env: Mapping[str, str]) -> list[Path]:

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -180,12 +181,8 @@ class SharedStream:
     def _parted(self, batches: Iterator[Any], here: bool) -> Iterator[tuple[Any, float]]:
         """Yield the micro-batches of this rank and their weights, and keep the last states."""
         sharing = self._sharing
-        if not here:
-            for batch in batches:
-                self._next += 1
-                yield batch, 1.0
-                self._remember()
-            return
+        if not here:  # each batch is a step of its own
+            sharing = replace(sharing, rank=0, world_size=1, accumulate=1)
         slots, rank, size = sharing.slots, sharing.rank, sharing.world_size
         while True:
             # Of the other ranks' batches, the first one can be needed.

@@ -111,13 +111,11 @@ class LAMB(Layerwise):
         """Update the moments of each layer, and return m̂ / (√v̂ + eps)."""
         group = part.group
         beta1, beta2 = group["betas"]
-        self.init_state(part, "exp_avg", "exp_avg_sq")
+        means, squares = self.buffers(part, "exp_avg"), self.buffers(part, "exp_avg_sq")
         states = [self.state[p] for p in part.parameters]
         for state in states:
             # A number, not a tensor, so the corrections need no read from the device.
             state["step"] = state.get("step", 0) + 1
-        means = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
         torch._foreach_mul_(means, beta1)
         torch._foreach_add_(means, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1)
         torch._foreach_mul_(squares, beta2)

@@ -82,8 +82,7 @@ class LARS(Layerwise):
         momentum = part.group["momentum"]
         if not momentum:
             return scaled
-        self.init_state(part, "momentum_buffer")
-        buffers = [self.state[p]["momentum_buffer"] for p in part.parameters]
+        buffers = self.buffers(part, "momentum_buffer")
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, scaled)
         if not part.group["nesterov"]:

@@ -182,10 +182,9 @@ class Layerwise(Optimizer):
                 if isinstance(value, Tensor):
                     self.state[parameter][name] = value.to(parameter.device, dtype)
 
-    def init_state(self, part: ForeachGroup, *names: str) -> None:
-        """Add zeros with these names to the state of parameters that lack them."""
+    def buffers(self, part: ForeachGroup, name: str) -> list[Tensor]:
+        """Return the state of each parameter under a name: zeros at first."""
         for parameter in part.parameters:
-            state = self.state[parameter]
-            for name in names:
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter, dtype=part.dtype)
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter, dtype=part.dtype)
+        return [self.state[parameter][name] for parameter in part.parameters]
