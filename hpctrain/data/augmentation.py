@@ -1,7 +1,5 @@
 """Random numbers for augmentation, with a separate stream for each sample in each epoch."""
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,11 +73,8 @@ class Seeded(Dataset[Any]):
 
     def set(self, epoch: int, key: int) -> None:
         """Seed the generators for a sample."""
-        seed = seeds.derive("sample", self.seed, epoch, key)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)  # NumPy accepts 32 bits
+        number = seeds.derive("sample", self.seed, epoch, key)
+        random_states.seed(number, torch.device("cpu"), everything=True)
 
 
 @contextmanager
