@@ -410,6 +410,14 @@ def test_loader_gives_the_samples_of_its_sampler(dtype):
     assert pixels[:, 0, 0, 0].tolist() == [8.0, 12.0]
 
 
+def test_loader_without_workers_leaves_the_worker_init_fn_out():
+    sampler = EvaluationSampler(24, 24, World(0, 1, 0))
+    loader = Loader(
+        Noisy(), sampler, Placement(CPU), workers=0, seed=0, rank=0, worker_init_fn=pytest.fail
+    )
+    assert [len(batch) for batch in loader] == [24]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_on_device_gets_whole_batches_before_the_precision(workers):
     seen = []
