@@ -536,14 +536,14 @@ def test_deterministic_half_precision_repeats_bit_for_bit(run, name):
 def test_fixed_loss_scale_is_not_resumed():
     def open_fp16(scale):
         fp16 = precision.open_precision("fp16", CPU, precision.PrecisionSettings(loss_scale=scale))
-        fp16.scale(torch.ones(()))  # this makes the scale a tensor
+        fp16.scaler.scale(torch.ones(()))  # this makes the scale a tensor
         return fp16
 
     before, after, dynamic = open_fp16(128.0), open_fp16(1024.0), open_fp16("dynamic")
     after.load_state_dict(before.state_dict())
-    assert after.scale(torch.ones(())).item() == 1024.0
+    assert after.scaler.scale(torch.ones(())).item() == 1024.0
     dynamic.load_state_dict(before.state_dict())
-    assert dynamic.scale(torch.ones(())).item() == 128.0
+    assert dynamic.scaler.scale(torch.ones(())).item() == 128.0
 
 
 def set_tf32_and_open():
