@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from hpctrain.cluster import env_vars
 from hpctrain.cluster import visible_gpus as devices
 from hpctrain.cluster.launchers import LAUNCHERS
-from hpctrain.cluster.launchers.horovodrun import Horovodrun
-from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
+from hpctrain.cluster.launchers.frameworks import Horovodrun, HpctrainRun, Torchrun
 from hpctrain.cluster.launchers.slurm import SlurmStep
-from hpctrain.cluster.launchers.torchrun import Torchrun
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.launch import cores

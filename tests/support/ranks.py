@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
-from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
+from hpctrain.cluster.launchers.frameworks import HpctrainRun
 from hpctrain.cluster.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -1,13 +1,13 @@
 """Detection of the launcher that started this process: the table of launchers, in order."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.cluster import entry_points, env_vars
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
-from hpctrain.cluster.launchers import checks
+from hpctrain.cluster.launchers import checks, frameworks, mpi
 from hpctrain.cluster.launchers.ancestors import Process
 from hpctrain.cluster.launchers.base import (
     LONGEST_TIMEOUT,
@@ -17,23 +17,7 @@ from hpctrain.cluster.launchers.base import (
     Launcher,
     RendezvousPoint,
 )
-from hpctrain.cluster.launchers.env import EnvLauncher
-from hpctrain.cluster.launchers.horovodrun import Horovodrun
-from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
-from hpctrain.cluster.launchers.mpi import (
-    MVAPICH2,
-    PALS,
-    Flux,
-    Hydra,
-    Jsrun,
-    OpenMPI,
-    Prterun,
-    UnknownPMI,
-)
-from hpctrain.cluster.launchers.none import NoLauncher
 from hpctrain.cluster.launchers.slurm import SlurmStep
-from hpctrain.cluster.launchers.submitit import SubmititLocal
-from hpctrain.cluster.launchers.torchrun import Torchrun
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, UsageError
 
@@ -53,21 +37,21 @@ __all__ = [
 # The launcher closest to the ranks comes first. The first one that recognises the environment is
 # used. `reason` explains the place of each launcher in this table.
 LAUNCHERS: tuple[Launcher, ...] = (
-    HpctrainRun(),
-    Torchrun(),
-    Horovodrun(),
-    Jsrun(),
-    OpenMPI(),
-    MVAPICH2(),
-    Hydra(),
-    Flux(),
-    SubmititLocal(),
-    Prterun(),
+    frameworks.HpctrainRun(),
+    frameworks.Torchrun(),
+    frameworks.Horovodrun(),
+    mpi.Jsrun(),
+    mpi.OpenMPI(),
+    mpi.MVAPICH2(),
+    mpi.Hydra(),
+    mpi.Flux(),
+    frameworks.SubmititLocal(),
+    mpi.Prterun(),
     SlurmStep(),
-    PALS(),
-    EnvLauncher(),
-    UnknownPMI(),
-    NoLauncher(),
+    mpi.PALS(),
+    frameworks.EnvLauncher(),
+    mpi.UnknownPMI(),
+    frameworks.NoLauncher(),
 )
 
 
@@ -167,10 +151,22 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
     for other in others:
         if not _starts(other, launcher):
             _compare(launcher, other, env)
-    claims, job = launcher.claims(env), detect_job(env)
-    named_by_user = bool(env.get(env_vars.LAUNCHER))
-    point = launcher.rendezvous_point(env, world)
-    names = [other.name for other in others]
+    job, point = detect_job(env), launcher.rendezvous_point(env, world)
+    claims = launcher.claims(env)
+    stray = checks.nameless(world, point) or checks.reset(world, env, process)
+    waste, named_by_user = None, bool(env.get(env_vars.LAUNCHER))
+    if not named_by_user:
+        names = [other.name for other in others]
+        stray = (
+            stray
+            or checks.child(claims, env, process)
+            or checks.stale(launcher.name, names, process)
+            or checks.dropped(world, job, process)
+        )
+        # A task of a step, and not an interactive shell of `srun --pty`.
+        in_step = "slurm" in names and not env.get(env_vars.PTY_PORT)
+        waste = checks.idle(world, job, in_step, process)
+        waste = waste or checks.elsewhere(world, job, env, process)
     return Start(
         world=world,
         launcher=launcher,
@@ -178,33 +174,23 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         rendezvous_point=point,
         allocation=job,
         overruled=named_by_user and launcher.name == "none" and bool(others),
-        stray=checks.nameless(world, point)
-        or checks.reset(world, env, process)
-        or (None if named_by_user else checks.child(claims, env, process))
-        or (None if named_by_user else checks.stale(launcher.name, names, process))
-        or (None if named_by_user else checks.dropped(world, job, process)),
-        waste=None
-        if named_by_user
-        else checks.idle(world, job, _in_step(others, env), process)
-        or checks.elsewhere(world, job, env, process),
+        stray=stray,
+        waste=waste,
     )
 
 
 def _choose(env: Environ) -> Launcher:
     """Return the launcher that the user named, else the first in the table that matches."""
-    name = env.get(env_vars.LAUNCHER)
-    if name:
-        for launcher in installed():
-            if launcher.name == name:
-                return launcher
-        names = ", ".join(launcher.name for launcher in installed())
-        raise UsageError(
-            "HT103",
-            f"{env_vars.LAUNCHER}={name!r}",
-            f"one of {names}",
-            f"unset {env_vars.LAUNCHER}",
-        )
-    return next(launcher for launcher in installed() if launcher.matches(env))
+    launchers, name = installed(), env.get(env_vars.LAUNCHER)
+    for launcher in launchers:
+        if launcher.name == name or (not name and launcher.matches(env)):
+            return launcher
+    raise UsageError(
+        "HT103",
+        f"{env_vars.LAUNCHER}={name!r}",
+        f"one of {', '.join(launcher.name for launcher in launchers)}",
+        f"unset {env_vars.LAUNCHER}",
+    )
 
 
 def _others(launcher: Launcher, env: Environ) -> list[Launcher]:
@@ -244,11 +230,6 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 f"env {env_vars.LAUNCHER}="
                 f"{other.name if _is_complete(other, env) else launcher.name} COMMAND",
             )
-
-
-def _in_step(others: Sequence[Launcher], env: Environ) -> bool:
-    """Check whether this is a task of a step, and not an interactive shell of `srun --pty`."""
-    return any(launcher.name == "slurm" for launcher in others) and not env.get(env_vars.PTY_PORT)
 
 
 def _is_complete(launcher: Launcher, env: Environ) -> bool:

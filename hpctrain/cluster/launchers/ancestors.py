@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -158,20 +158,14 @@ def _local_rank(arguments: tuple[str, ...]) -> str | None:
     return None
 
 
-def _ancestors(pid: int) -> Iterator[int]:
-    """Yield the parent, its parent, and so on, as far as /proc is readable."""
-    with suppress(OSError):
-        while pid > 1:
-            pid = proc.stat(pid).parent
-            yield pid
-
-
 def _launched_by(pid: int) -> Ancestor | None:
-    for parent in _ancestors(pid):
-        found = _launches(parent)
-        if found:
-            return replace(found, started=proc.environment(pid) or {})
-        pid = parent
+    with suppress(OSError):  # /proc shows no more ancestors
+        while pid > 1:
+            parent = proc.stat(pid).parent
+            found = _launches(parent)
+            if found:
+                return replace(found, started=proc.environment(pid) or {})
+            pid = parent
     return None
 
 

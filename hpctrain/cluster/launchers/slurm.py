@@ -26,6 +26,12 @@ _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,5})\))?\Z")
 # Distributions that put rank 0 on the first host of the list; "arbitrary" uses a file.
 _FIRST_HOST_FIRST = ("block", "cyclic", "plane", "unknown", "")
 
+# Variables with the same value in a job of one step.
+_HOSTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
+_NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_NODES")
+_TASKS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
+_COUNTS = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
+
 _FIX = "start the ranks with srun, and do not export SLURM_* manually"
 
 
@@ -89,37 +95,25 @@ class SlurmStep(Launcher):
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the variables that srun sets in such a job; derive the job id from `start`."""
-        hosts = compress(world.hosts or ())
-        counts = _compress_counts(tasks_per_node)
-        size, nodes, job = str(world.world_size), str(world.num_nodes), str(start % 10**8)
         here = world.node_rank or 0
         before = sum(tasks_per_node[:here])
-        return {
-            "SLURM_JOB_ID": job,
-            "SLURM_JOBID": job,
-            "SLURM_JOB_NAME": "python",
-            "SLURM_JOB_NODELIST": hosts,
-            "SLURM_NODELIST": hosts,
-            "SLURM_JOB_NUM_NODES": nodes,
-            "SLURM_NNODES": nodes,
-            "SLURM_NTASKS": size,
-            "SLURM_NPROCS": size,
-            "SLURM_TASKS_PER_NODE": counts,
-            "SLURM_JOB_CPUS_PER_NODE": counts,
-            "SLURM_CPUS_ON_NODE": str(tasks_per_node[here]),
-            "SLURMD_NODENAME": world.hosts[here] if world.hosts else "localhost",
-            "SLURM_GTIDS": ",".join(str(before + n) for n in range(tasks_per_node[here])),
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEPID": "0",
-            "SLURM_STEP_NODELIST": hosts,
-            "SLURM_STEP_NUM_NODES": nodes,
-            "SLURM_STEP_NUM_TASKS": size,
-            "SLURM_STEP_TASKS_PER_NODE": counts,
-            "SLURM_DISTRIBUTION": "block",
-            "SLURM_PROCID": str(world.rank),
-            "SLURM_LOCALID": str(world.local_rank),
-            "SLURM_NODEID": str(world.node_rank),
+        values = {
+            ("SLURM_JOB_ID", "SLURM_JOBID"): start % 10**8,
+            ("SLURM_JOB_NAME",): "python",
+            _HOSTS: compress(world.hosts or ()),
+            _NODES: world.num_nodes,
+            _TASKS: world.world_size,
+            _COUNTS: _compress_counts(tasks_per_node),
+            ("SLURM_CPUS_ON_NODE",): tasks_per_node[here],
+            ("SLURMD_NODENAME",): world.hosts[here] if world.hosts else "localhost",
+            ("SLURM_GTIDS",): ",".join(str(before + n) for n in range(tasks_per_node[here])),
+            ("SLURM_STEP_ID", "SLURM_STEPID"): 0,
+            ("SLURM_DISTRIBUTION",): "block",
+            ("SLURM_PROCID",): world.rank,
+            ("SLURM_LOCALID",): world.local_rank,
+            ("SLURM_NODEID",): world.node_rank,
         }
+        return {name: str(value) for names, value in values.items() for name in names}
 
 
 def _first_host_first(env: Environ, world: World) -> bool:
