@@ -159,19 +159,15 @@ def _names(term: _Term) -> list[str]:
 
 def _numbered(text: str, low: int, high: int, width: int) -> list[str]:
     """Return the text with each number of a range."""
-    # Formatting a number takes six times as long as joining two strings. So for a long range only
-    # the hundreds are formatted, and 00 to 99 are appended to each. Numbers below 100 have
-    # hundreds only if the width adds zeros.
-    begin = max(-(-low // 100), 0 if width > 2 else 1)
-    end = (high + 1) // 100
-    if begin >= end:
+    # Numbers below 100 have hundreds only if the width adds zeros.
+    if high - low < 100 or (low < 100 and width < 3):
         return [f"{text}{number:0{width}d}" for number in range(low, high + 1)]
-    hundreds = [f"{text}{number:0{max(width - 2, 1)}d}" for number in range(begin, end)]
-    return [
-        *(f"{text}{number:0{width}d}" for number in range(low, begin * 100)),
-        *[head + pair for head in hundreds for pair in _PAIRS],
-        *(f"{text}{number:0{width}d}" for number in range(end * 100, high + 1)),
-    ]
+    # Formatting a number takes six times as long as joining two strings. So for a long range only
+    # the hundreds are formatted, and 00 to 99 are appended to each.
+    first, last = low // 100, high // 100
+    hundreds = [f"{text}{number:0{max(width - 2, 1)}d}" for number in range(first, last + 1)]
+    names = [head + pair for head in hundreds for pair in _PAIRS]
+    return names[low - 100 * first : high - 100 * first + 1]
 
 
 def _compressed(text: str, numbers: list[str]) -> str:
