@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, compare, judge, run, start
+from harness import Results, compare, judge, restart, run, start
 from torch import Tensor, nn
 
 import hpctrain
@@ -122,8 +122,7 @@ def measure(arguments: argparse.Namespace) -> Results:
             print(f"{backend}: left out, because it is not installed: hpctrain horovod build\n")
             continue
         results[backend] = sums(backend, arguments.seconds)
-        options = ("--backend", backend, "--rounds", str(arguments.rounds))
-        series = in_microseconds(start(__file__, *options, ranks=2))
+        series = in_microseconds(restart(arguments, ranks=2, backend=backend))
         targets = {HPCTRAIN: {"ratio": TARGET}}
         results[backend][GRADIENTS] = compare(series, BASELINE, targets=targets)
         if backend == "horovod":

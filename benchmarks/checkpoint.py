@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, compare, run, start
+from harness import Results, by_figure, compare, restart, run
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -121,10 +121,7 @@ def rank(arguments: argparse.Namespace) -> Results:
         slowdowns = take_turns(at_work, max(arguments.rounds // 2, 2))
         saves.close()
     distributed.destroy_process_group()
-    series = {
-        name: {key: [one[key] for one in own] for key in own[0]} for name, own in later.items()
-    }
-    results = compare(series, BASE, targets=TARGETS)
+    results = compare(by_figure(later), BASE, targets=TARGETS)
     for name, [one] in first.items():
         results[name] |= {"first_s": one["stall_s"], "first_bytes": one["memory_mb"] * 1e6}
     meanwhile = {name: {"slowdown": summary(values)} for name, values in slowdowns.items()}
@@ -133,13 +130,7 @@ def rank(arguments: argparse.Namespace) -> Results:
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the results of each size."""
-    options = ["--rounds", str(arguments.rounds)]
-    if arguments.folder:
-        options += ["--folder", arguments.folder]
-    return {
-        f"{size} MB": start(__file__, *options, "--megabytes", str(size))
-        for size in arguments.megabytes
-    }
+    return {f"{size} MB": restart(arguments, megabytes=size) for size in arguments.megabytes}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

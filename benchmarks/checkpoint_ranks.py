@@ -12,7 +12,6 @@ a quarter of each. The files are in the page cache then.
 """
 
 import argparse
-import os
 import shutil
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, compare, run, start
+from harness import Results, by_figure, compare, restart, run
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -29,10 +28,10 @@ import hpctrain
 from hpctrain.backends.extent import Extent
 from hpctrain.checkpoint import Team, Writer, open_checkpoint, process_name
 from hpctrain.rundir import RunDirectory
-from hpctrain.tools.bench.checkpoint import write
+from hpctrain.tools.bench.checkpoint import TENSORS, make_state, write
 from hpctrain.tools.bench.measure import take_turns
 
-RANKS, TENSORS = 4, 160
+RANKS = 4
 BASE, RAW, ASYNC = "torch.save, fsync", "raw write, fsync", "distributed checkpoint, async_save"
 ALL, QUARTER = "all weights", "a quarter of each"
 WRITERS = {f"hpctrain, {count} of 4 ranks write": count for count in (1, 2, 4)}
@@ -51,13 +50,11 @@ class Saves:
     def __init__(self, session: hpctrain.Session, folder: Path, size: int) -> None:
         self._backend, self._folder = session.backend, folder
         shape = (RANKS, max(size // 4 // 2 // TENSORS // RANKS, 1))
-        names = [f"layer{number}.weight" for number in range(TENSORS)]
-        weights, momenta = ({name: torch.full(shape, 0.1) for name in names} for _ in range(2))
-        self._state = {"model": weights, "optimizer": {"momentum": momenta}}
-        tensors = [*weights.values(), *momenta.values()]
+        self._state = make_state(shape, torch.device("cpu"))
+        tensors = [*self._state["model"].values(), *self._state["optimizer"]["momentum"].values()]
         everyone = range(RANKS)
         self._extents = {id(tensor): Extent.whole(shape, everyone) for tensor in tensors}
-        self._bytes = torch.full((size // RANKS,), 17, dtype=torch.uint8)
+        self._bytes = bytes([17]) * (size // RANKS)
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._writers: dict[str, Writer] = {}
         self._step = 0
@@ -67,7 +64,7 @@ class Saves:
             team = Team(self._backend.rank, range(count), False, who, nonce)
             self._writers[name] = Writer(directory, keep=1, team=team)
 
-    def stall(self, name: str) -> tuple[float, float]:
+    def stall(self, name: str) -> dict[str, float]:
         """Save once; return the seconds that the training waits, and those of the whole save."""
         self._backend.barrier()
         begin = time.perf_counter()
@@ -87,16 +84,14 @@ class Saves:
             saved.result()
         else:
             if name == RAW:
-                write(self._folder / f"raw-{self._backend.rank}", self._bytes)
+                path = self._folder / f"raw-{self._backend.rank}"
+                write(path, lambda file: file.write(self._bytes))
             elif self._backend.rank == 0:
-                with open(self._folder / "state.pt", "wb") as file:
-                    torch.save(self._state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write(self._folder / "state.pt", partial(torch.save, self._state))
             self._backend.barrier()
             waited = time.perf_counter() - begin
         self._backend.barrier()
-        return waited, time.perf_counter() - begin
+        return {"stall_s": waited, "whole_s": time.perf_counter() - begin}
 
     def read(self, name: str) -> float:
         """Read what four ranks have written; return the seconds until all ranks have done so."""
@@ -143,15 +138,8 @@ def measure(arguments: argparse.Namespace) -> Results:
     """Return the results of each size."""
     results: Results = {}
     for size in arguments.megabytes:
-        options = ["--rounds", str(arguments.rounds), "--megabytes", str(size)]
-        if arguments.folder:
-            options += ["--folder", arguments.folder]
-        times, read = start(__file__, *options, ranks=RANKS)
-        series = {
-            name: dict(zip(("stall_s", "whole_s"), zip(*own, strict=True), strict=True))
-            for name, own in times.items()
-        }
-        results[f"{size} MB"] = compare(series, BASE, targets=TARGETS)
+        times, read = restart(arguments, RANKS, megabytes=size)
+        results[f"{size} MB"] = compare(by_figure(times), BASE, targets=TARGETS)
         loads = {name: {"s": own} for name, own in read.items()}
         results[f"{size} MB, read by 4 ranks"] = compare(loads, ALL)
     return results

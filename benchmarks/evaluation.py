@@ -19,13 +19,13 @@ arm of its round. As in most real data sets, the samples cannot be divided evenl
 
 import argparse
 import importlib.util
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Results, compare, run, start
+from harness import Results, by_figure, clocked, compare, restart, run
 from loops import launched
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -123,15 +123,6 @@ def with_accelerate(
 ARMS = {BASE: padded, EXACT: exact, ACCELERATE: with_accelerate}
 
 
-def timed(session: hpctrain.Session, evaluate: Evaluation) -> tuple[float, float]:
-    """Return the milliseconds of an evaluation, and those of the processor."""
-    session.backend.barrier()
-    cpu, clock = time.process_time(), time.perf_counter()
-    evaluate()
-    clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
-    return clock * 1e3, cpu * 1e3
-
-
 def rank(arguments: argparse.Namespace) -> tuple[Any, Any] | None:
     """Run one rank; return the times of each arm at rank 0, and the metrics that it reports."""
     torch.set_num_threads(1)
@@ -141,7 +132,7 @@ def rank(arguments: argparse.Namespace) -> tuple[Any, Any] | None:
         arms = {name: ARMS[name](session, dataset, model) for name in names}
         reported = {name: arm() for name, arm in arms.items()}  # also warms up
         reported["one process"] = figures(counted(model(dataset.tensors[0]), dataset.tensors[1]))
-        timers = {name: lambda arm=arm: timed(session, arm) for name, arm in arms.items()}
+        timers = {name: partial(clocked, session, arm) for name, arm in arms.items()}
         times = take_turns(timers, arguments.rounds)
         return (times, reported) if session.is_main else None
 
@@ -154,12 +145,8 @@ def measure(arguments: argparse.Namespace) -> Results:
     """Return each arm's time, ratio to the padded arm, and reported metrics."""
     if not _has_accelerate():
         print(f"{ACCELERATE}: left out: not installed: pip install 'hpctrain[benchmark]'")
-    times, reported = start(__file__, "--rounds", str(arguments.rounds), ranks=2)
-    series = {
-        name: dict(zip(("ms", "cpu_ms"), zip(*own, strict=True), strict=True))
-        for name, own in times.items()
-    }
-    results = compare(series, BASE, targets={EXACT: {"ratio": "≤ 1.02"}})
+    times, reported = restart(arguments, ranks=2)
+    results = compare(by_figure(times), BASE, targets={EXACT: {"ratio": "≤ 1.02"}})
     return {name: results.get(name, {}) | metrics for name, metrics in reported.items()}
 
 

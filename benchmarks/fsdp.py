@@ -10,12 +10,12 @@ AdamW's states after a step; the target allows for the largest block, which is g
 
 import argparse
 import copy
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, compare, judge, run, start
+from harness import Results, by_figure, clocked, compare, judge, restart, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -112,24 +112,17 @@ def rank(arguments: argparse.Namespace) -> Any:
     settings = {"backend": arguments.backend, "batch_size": BATCH, "clip_norm": 1.0}
     with hpctrain.Session(**settings) as session:
         if arguments.held:
-            return held(session, tokens) if session.is_main else held(session, tokens) and None
+            own = held(session, tokens)
+            return own if session.is_main else None
         model = Transformer()
         loops = {
             BASE: by_hand(copy.deepcopy(model), tokens, session.world.world_size),
             OURS: ours(session, model, tokens),
         }
-
-        def block(loop: Iterator[None]) -> Callable[[], float]:
-            def measured() -> float:
-                session.backend.barrier()
-                begin = time.perf_counter()
-                for _ in range(arguments.steps):
-                    next(loop)
-                return (time.perf_counter() - begin) / arguments.steps * 1e3
-
-            return measured
-
-        arms = {name: block(loop) for name, loop in loops.items()}
+        arms = {
+            name: partial(clocked, session, partial(next, loop), arguments.steps)
+            for name, loop in loops.items()
+        }
         take_turns(arms, 2)  # warms up
         times = take_turns(arms, arguments.rounds)
         return times if session.is_main else None
@@ -137,13 +130,9 @@ def rank(arguments: argparse.Namespace) -> Any:
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the times of each arm, and the bytes of a rank."""
-    options = ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
-    times = start(__file__, *options, ranks=RANKS)
-    series = {name: {"ms": own} for name, own in times.items()}
-    results: Results = {"a step": compare(series, BASE, targets=TARGETS)}
-    fsdp, ddp = (
-        start(__file__, "--held", "--backend", backend, ranks=RANKS) for backend in ("fsdp", "ddp")
-    )
+    times = by_figure(restart(arguments, RANKS))
+    results: Results = {"a step": compare(times, BASE, targets=TARGETS)}
+    fsdp, ddp = (restart(arguments, RANKS, held=True, backend=name) for name in ("fsdp", "ddp"))
     share, limit = fsdp["bytes"] / ddp["bytes"], 1 / RANKS + fsdp["block"] / ddp["bytes"]
     arm = {"share": summary([share]), "held_bytes": summary([fsdp["bytes"]])}
     judge(arm, "share", f"≤ {limit:.3f}")

@@ -11,19 +11,19 @@ tokens, without attention.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, compare, run, start
+from harness import Results, compare, restart, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hpctrain
 from hpctrain.tools.bench.measure import take_turns
+from hpctrain.tools.bench.turns import timed
 
 BASE, OURS = "by hand, fully_shard", "hpctrain, fsdp"
 CASES = {"bf16": ("bf16", False), "compiled": ("bf16", True), "fp8, compiled": ("fp8", True)}
@@ -111,31 +111,21 @@ def rank(arguments: argparse.Namespace) -> Any:
                 return GPT(arguments.words, arguments.width, arguments.layers)
 
         steps = {BASE: by_hand(make(), tokens, compiled), OURS: ours(session, make(), tokens)}
-
-        def rate(step: Callable[[], Tensor]) -> float:
-            begin = time.perf_counter()
-            for _ in range(arguments.steps):
-                loss = step()
-            loss.item()
-            return arguments.steps * size * length / (time.perf_counter() - begin)
-
-        arms = {name: partial(rate, step) for name, step in steps.items()}
+        arms = {
+            name: partial(timed, session.device, step, arguments.steps)
+            for name, step in steps.items()
+        }
         take_turns(arms, 2)  # warms up
-        rates = take_turns(arms, arguments.rounds)
+        times = take_turns(arms, arguments.rounds)
+        rates = {name: [size * length / one for one in own] for name, own in times.items()}
         return {"rates": rates, "parameters": sum(p.numel() for p in make().parameters())}
 
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the tokens per second of each case."""
-    has_gpu = torch.cuda.is_available()
-    if arguments.save and not has_gpu:
-        raise SystemExit("--save: torch finds no GPU, and figures of a CPU are no results here")
-    names = ("rounds", "steps", "width", "layers", "words", "length", "batch_size")
-    given = {f"--{name.replace('_', '-')}": str(getattr(arguments, name)) for name in names}
-    options = [word for pair in given.items() for word in pair]
     results: Results = {}
     for case in arguments.only or CASES:
-        found = start(__file__, *options, "--case", case)
+        found = restart(arguments, case=case)
         series = {name: {"tokens_per_s": rates} for name, rates in found["rates"].items()}
         targets = {OURS: {"ratio": "≥ 0.99"}} if CASES[case][0] == "bf16" else {}
         results[case] = compare(series, BASE, targets=targets)
@@ -161,4 +151,5 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    run("A GPT with FSDP, against by hand.", 8, ["hpctrain", "torch"], measure, OPTIONS, rank)
+    packages = ["hpctrain", "torch"]
+    run("A GPT with FSDP, against by hand.", 8, packages, measure, OPTIONS, rank, of_gpu=True)

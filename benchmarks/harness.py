@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,17 @@ from hpctrain.tools.bench import figures
 from hpctrain.tools.bench.figures import Results, Series, rows
 from hpctrain.tools.bench.measure import table
 
-__all__ = ["ENVIRONMENT", "Results", "compare", "judge", "run", "start"]
+__all__ = [
+    "ENVIRONMENT",
+    "Results",
+    "by_figure",
+    "clocked",
+    "compare",
+    "judge",
+    "restart",
+    "run",
+    "start",
+]
 
 # Without bytecode caches, the time of a new process would include the compiler.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -31,6 +42,7 @@ def run(
     measure: Callable[[argparse.Namespace], Results],
     options: Mapping[str, Mapping[str, Any]] | None = None,
     rank: Callable[[argparse.Namespace], Any] | None = None,
+    of_gpu: bool = False,
 ) -> None:
     """Run a benchmark program: parse the command line, measure, print and save.
 
@@ -41,6 +53,7 @@ def run(
         measure: returns the results.
         options: further options, each with its arguments of `add_argument`.
         rank: main function of a rank that `start` starts; rank 0 writes what it returns.
+        of_gpu: whether figures of a CPU are no results.
     """
     parser = argparse.ArgumentParser(description=description)
     if rounds:
@@ -57,6 +70,8 @@ def run(
         if result is not None:
             arguments.json.write_text(json.dumps(result))
         return
+    if of_gpu and arguments.save and not _gpu():
+        raise SystemExit("--save: torch finds no GPU, and figures of a CPU are no results here")
     record = {"benchmark": Path(parser.prog).stem, **facts(packages)}
     record |= _gpu() | {k: v for k, v in vars(arguments).items() if k not in ("save", "json")}
     record["results"] = measure(arguments)
@@ -101,6 +116,55 @@ def start(*program: str, ranks: int = 1, **variables: str) -> Any:
         if done.returncode:
             sys.exit(f"{done.stdout}\n{shlex.join(program)}: exit code {done.returncode}")
         return json.loads(path.read_text())
+
+
+def restart(arguments: argparse.Namespace, ranks: int = 1, **changed: Any) -> Any:
+    """Start this program again on some ranks, with its options; return what rank 0 wrote.
+
+    Args:
+        arguments: parsed command line.
+        ranks: number of ranks on this machine.
+        changed: options that have other values.
+    """
+    words = []
+    for name, value in {**vars(arguments), **changed, "save": None, "json": None}.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return start(sys.argv[0], *words, ranks=ranks)
+
+
+def clocked(
+    session: Any, call: Callable[[], Any], calls: int = 1, unit: str = "ms"
+) -> dict[str, float]:
+    """Time calls that begin on all ranks at once.
+
+    Args:
+        session: open session.
+        call: function to call.
+        calls: number of calls, one after the other.
+        unit: `ms` or `us`.
+
+    Returns:
+        The mean elapsed time of a call, and its CPU time in all threads.
+    """
+    session.backend.barrier()
+    cpu, clock = time.process_time(), time.perf_counter()
+    for _ in range(calls):
+        call()
+    clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
+    scale = {"ms": 1e3, "us": 1e6}[unit] / calls
+    return {unit: clock * scale, f"cpu_{unit}": cpu * scale}
+
+
+def by_figure(results: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Series]:
+    """Return the figures of each arm from its results, one for each round."""
+    return {
+        name: {figure: [one[figure] for one in own] for figure in own[0]}
+        for name, own in results.items()
+    }
 
 
 def compare(

@@ -1,6 +1,6 @@
 """The loops that `step_overhead.py` compares: the baseline, hpctrain, and other libraries.
 
-Each loop is a function that takes a `Setup` and yields after each step. Logged every 10 steps:
+Each loop is an iterator of a `Setup` that yields after each step. Logged every 10 steps:
 
 - baseline: the mean loss of these steps over all ranks, the learning rate and the
   samples per second, as a line of JSON
@@ -123,17 +123,28 @@ class Setup:
             yield add
 
 
-def baseline(setup: Setup) -> Iterator[None]:
-    """Run the baseline: a loop that uses torch or Horovod directly, with a log."""
-    model, optimizer = setup.shared()
-    with setup.log("manual", optimizer) as log:
-        for inputs, targets in setup.baseline():
+def logged(
+    setup: Setup,
+    name: str,
+    parts: tuple[nn.Module, torch.optim.Optimizer],
+    loader: DataLoader[Any],
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+) -> Iterator[None]:
+    """Run a loop of torch with a log."""
+    model, optimizer = parts
+    with setup.log(name, optimizer) as log:
+        for inputs, targets in loader:
             loss = cross_entropy(model(inputs), targets)
-            loss.backward()
+            backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             log(loss.item())
             yield
+
+
+def baseline(setup: Setup) -> Iterator[None]:
+    """Return the baseline: a loop that uses torch or Horovod directly, with a log."""
+    return logged(setup, "manual", setup.shared(), setup.baseline())
 
 
 def bare(setup: Setup) -> Iterator[None]:
@@ -181,42 +192,28 @@ def launched(session: hpctrain.Session) -> Iterator[None]:
 
 
 def with_accelerate(setup: Setup) -> Iterator[None]:
-    """Run the loop of Accelerate's quick tour."""
+    """Return the loop of Accelerate's quick tour."""
     from accelerate import Accelerator
 
     with launched(setup.session):
         accelerator = Accelerator(cpu=True)
-        model, optimizer, loader = accelerator.prepare(*setup.parts(), setup.plain())
+        *parts, loader = accelerator.prepare(*setup.parts(), setup.plain())
     assert accelerator.num_processes == setup.session.world.world_size
-    with setup.log("accelerate", optimizer) as log:
-        for inputs, targets in loader:
-            loss = cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            log(loss.item())
-            yield
+    return logged(setup, "accelerate", tuple(parts), loader, accelerator.backward)
 
 
 def with_fabric(setup: Setup) -> Iterator[None]:
-    """Run the loop of Fabric's introduction."""
+    """Return the loop of Fabric's introduction."""
     from lightning_fabric import Fabric
 
     size = setup.session.world.world_size
     with launched(setup.session):
         fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
         fabric.launch()
-        model, optimizer = fabric.setup(*setup.parts())
+        parts = fabric.setup(*setup.parts())
         loader = fabric.setup_dataloaders(setup.plain())
     assert fabric.world_size == size
-    with setup.log("fabric", optimizer) as log:
-        for inputs, targets in loader:
-            loss = cross_entropy(model(inputs), targets)
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            log(loss.item())
-            yield
+    return logged(setup, "fabric", parts, loader, fabric.backward)
 
 
 def with_ignite(setup: Setup) -> Iterator[None]:
@@ -248,8 +245,8 @@ def with_ignite(setup: Setup) -> Iterator[None]:
 
 
 BASE, OURS = "baseline", "hpctrain"
-# To add an arm, write a function that yields after each step, and add a line here; for a loop of
-# another library, add its import name below.
+# To add an arm, write such a function, and add a line here; for a loop of another library, add its
+# import name below.
 ARMS: dict[str, Callable[[Setup], Iterator[None]]] = {
     BASE: baseline,
     "bare, no log": bare,

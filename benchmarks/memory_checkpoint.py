@@ -11,13 +11,12 @@ block, so the block has its write, too.
 
 import argparse
 import os
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, compare, run, start
+from harness import Results, by_figure, clocked, compare, restart, run
 from torch import nn
 
 import hpctrain
@@ -42,7 +41,9 @@ def train(session: hpctrain.Session, layers: int) -> Iterator[Run]:
             yield training
 
 
-def block(session: hpctrain.Session, loop: Iterator[Run], steps: int, every: int) -> float:
+def block(
+    session: hpctrain.Session, loop: Iterator[Run], steps: int, every: int
+) -> dict[str, float]:
     """Return the milliseconds per step over a block.
 
     Args:
@@ -53,14 +54,10 @@ def block(session: hpctrain.Session, loop: Iterator[Run], steps: int, every: int
     checkpoints = next(loop)._checkpoints
     assert checkpoints is not None
     checkpoints.memory_every = every
-    session.backend.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps - 1):
-        next(loop)
-    return (time.perf_counter() - begin) / (steps - 1) * 1e3
+    return clocked(session, partial(next, loop), steps - 1)
 
 
-def rank(arguments: argparse.Namespace) -> dict[str, list[float]] | None:
+def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | None:
     """Run one rank; return the milliseconds per step of each arm, by round."""
     torch.set_num_threads(1)
     every = arguments.every
@@ -88,11 +85,9 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[float]] | None:
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the results of a state of this size."""
-    options = ("--every", str(arguments.every), "--megabytes", str(arguments.megabytes))
-    times = start(__file__, *options, "--rounds", str(arguments.rounds), ranks=2)
-    series = {name: {"ms": own} for name, own in times.items()}
+    times = by_figure(restart(arguments, ranks=2))
     kind = f"{arguments.megabytes} MB, every {arguments.every} steps"
-    return {kind: compare(series, BASE, ("ratio", "more_ms"))}
+    return {kind: compare(times, BASE, ("ratio", "more_ms"))}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

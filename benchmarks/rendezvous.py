@@ -24,7 +24,7 @@ from typing import Any
 
 import crowd
 import torch
-from harness import Results, compare, run
+from harness import Results, by_figure, compare, run
 from torch.distributed import TCPStore
 
 from hpctrain.arguments import Options
@@ -254,11 +254,8 @@ def measure(arguments: argparse.Namespace) -> Results:
         figures[size] = take_turns(crowds, min(arguments.rounds, CROWD_ROUNDS))
     results: Results = {}
     for size, arms in figures.items():
-        series = {
-            name: {figure: [one[figure] for one in own] for figure in own[0]}
-            for name, own in arms.items()
-        }
-        results[str(size)] = compare(series, STORE if size == 2 else BARE, ("ratio", "more_s"))
+        base = STORE if size == 2 else BARE
+        results[str(size)] = compare(by_figure(arms), base, ("ratio", "more_s"))
     return results
 
 

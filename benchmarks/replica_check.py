@@ -17,9 +17,10 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
-from harness import Results, compare, run, start
+from harness import Results, by_figure, clocked, compare, restart, run
 from torch import nn
 
 import hpctrain
@@ -49,35 +50,30 @@ class Arm:
         self._backend, self._train, self._waits = session.backend, train, name == WAITING
         self._seconds = [0.0] * (1 + max(PHASES))
         self._check = ReplicaCheck(context, self._seconds, 0, resumed=True)
-        self._step, self._pending = 0, None
+        self._steps, self._pending = 0, None
 
-    def block(self, steps: int) -> tuple[float, float]:
-        """Return milliseconds per step over a block: elapsed time, and CPU time of all threads."""
-        self._backend.barrier()
-        cpu, clock = time.process_time(), time.perf_counter()
-        for _ in range(steps):
-            begun = time.perf_counter()
-            self._train()
-            self._look()
-            self._seconds[COMPUTING] += time.perf_counter() - begun
-        clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
-        return clock / steps * 1e3, cpu / steps * 1e3
+    def step(self) -> None:
+        """Take a training step, and check."""
+        begun = time.perf_counter()
+        self._train()
+        self._look()
+        self._seconds[COMPUTING] += time.perf_counter() - begun
 
     def _look(self) -> None:
         """Check as a run does: begin a sum where one is due, and read it one step later."""
-        self._step += 1
+        self._steps += 1
         if self._waits:
-            self._check.compare(self._step)
+            self._check.compare(self._steps)
         if self._pending is not None:
             names, work = self._pending
             self._check.judge(dict(zip(names, work.values(), strict=True)))
-        values = self._check.values(self._step)
+        values = self._check.values(self._steps)
         work = self._backend.sum_async(list(values.values())) if values else None
         self._pending = (list(values), work) if work else None
 
 
-def rank(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]] | None:
-    """Run one rank; return each arm's elapsed time and CPU time per step, a pair per round."""
+def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | None:
+    """Run one rank; return each arm's elapsed time and CPU time per step, by round."""
     torch.set_num_threads(1)
     with hpctrain.Session(backend="ddp", batch_size=BATCH) as session:
         model = nn.Sequential(
@@ -89,8 +85,10 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]] 
         def train() -> None:
             session.step(nn.functional.cross_entropy(model(inputs), targets))
 
-        arms = {name: Arm(session, name, train) for name in EVERY}
-        blocks = {name: lambda arm=arm: arm.block(arguments.steps) for name, arm in arms.items()}
+        blocks = {
+            name: partial(clocked, session, Arm(session, name, train).step, arguments.steps)
+            for name in EVERY
+        }
         take_turns(blocks, 2)  # warms up, and finds the distance of the default
         times = take_turns(blocks, arguments.rounds)
         return times if session.is_main else None
@@ -98,13 +96,8 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]] 
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the times of each arm, and the ratio to the steps without a check."""
-    options = ("--rounds", str(arguments.rounds), "--steps", str(arguments.steps))
-    times = start(__file__, *options, ranks=2)
-    series = {
-        name: dict(zip(("ms", "cpu_ms"), zip(*own, strict=True), strict=True))
-        for name, own in times.items()
-    }
-    return dict(compare(series, BASE, ("ratio", "more_ms"), TARGETS))
+    times = by_figure(restart(arguments, ranks=2))
+    return dict(compare(times, BASE, ("ratio", "more_ms"), TARGETS))
 
 
 if __name__ == "__main__":

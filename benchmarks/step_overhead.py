@@ -12,13 +12,12 @@ are for elapsed time. CPU time is also shown, because other jobs hardly change i
 import argparse
 import importlib.util
 import tempfile
-import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, compare, run, start
+from harness import Results, by_figure, clocked, compare, restart, run
 from loops import ARMS, BASE, BATCH, LOG_EVERY, OURS, Setup, data, missing
 
 import hpctrain
@@ -34,18 +33,8 @@ BY = ("ratio", "more_us", "more_cpu_us")
 TARGETS = {OURS: {"ratio": "≤ 1.02", "more_us": "≤ 15"}}
 
 
-def block(session: hpctrain.Session, loop: Iterator[None], steps: int) -> tuple[float, float]:
-    """Return microseconds per step over a block: elapsed time, and CPU time of all threads."""
-    session.backend.barrier()
-    cpu, clock = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        next(loop)
-    clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
-    return clock / steps * 1e6, cpu / steps * 1e6
-
-
-def rank(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]] | None:
-    """Run one rank; return each arm's elapsed time and CPU time per step, a pair per round."""
+def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | None:
+    """Run one rank; return each arm's elapsed time and CPU time per step, by round."""
     torch.set_num_threads(1)
     rounds, steps = arguments.rounds, arguments.steps
     with (
@@ -63,7 +52,10 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]] 
         setup = Setup(session, dataset, Path(folder), steps)
         left_out = missing(arguments.backend)
         loops = {name: ARMS[name](setup) for name in ARMS if name not in left_out}
-        arms = {name: lambda loop=loop: block(session, loop, steps) for name, loop in loops.items()}
+        arms = {
+            name: partial(clocked, session, partial(next, loop), steps, "us")
+            for name, loop in loops.items()
+        }
         take_turns(arms, 1)  # warms up
         times = take_turns(arms, rounds)
         for loop in loops.values():
@@ -75,7 +67,6 @@ def measure(arguments: argparse.Namespace) -> Results:
     """Return the results of each world."""
     if arguments.steps < 1 or arguments.steps % LOG_EVERY:
         raise SystemExit(f"--steps: multiples of {LOG_EVERY}, so that all blocks log alike")
-    options = ("--rounds", str(arguments.rounds), "--steps", str(arguments.steps))
     results: Results = {}
     for world, (size, backend) in WORLDS.items():
         if arguments.backend not in (None, backend):
@@ -85,12 +76,8 @@ def measure(arguments: argparse.Namespace) -> Results:
             continue
         for name, reason in missing(backend).items():
             print(f"{world}, {name}: left out: {reason}")
-        times = start(__file__, "--backend", backend, *options, ranks=size)
-        series = {
-            name: dict(zip(("us", "cpu_us"), zip(*own, strict=True), strict=True))
-            for name, own in times.items()
-        }
-        results[world] = compare(series, BASE, BY, TARGETS)
+        times = restart(arguments, size, backend=backend)
+        results[world] = compare(by_figure(times), BASE, BY, TARGETS)
     return results
 
 

@@ -229,12 +229,10 @@ def _commits(rows: Sequence[Record], version: str) -> str:
 def errors(top: Path) -> str:
     """Make the table of the codes of errors, from `hpctrain.errors.codes`."""
     del top
-    rows = (
+    rows = [
         (name, code.meaning, "<br>".join(code.causes), code.fix) for name, code in CODES.items()
-    )
-    lines = ["| code | meaning | usual causes | fix |", "| --- | --- | --- | --- |"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
+    ]
+    return _markdown(("code", "meaning", "usual causes", "fix"), rows)
 
 
 _BENCHMARKS = (

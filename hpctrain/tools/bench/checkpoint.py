@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -27,7 +27,18 @@ from hpctrain.tools.bench.turns import in_turns
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
-__all__ = ["BASE", "OURS", "Save", "Saves", "measure", "refuse_size", "timed"]
+__all__ = [
+    "BASE",
+    "OURS",
+    "TENSORS",
+    "Save",
+    "Saves",
+    "make_state",
+    "measure",
+    "refuse_size",
+    "timed",
+    "write",
+]
 
 T = TypeVar("T")
 # Begins to save, and returns a function that waits until all is on the disk.
@@ -35,12 +46,21 @@ Save = Callable[[], Callable[[], Any]]
 
 BASE, OURS, WRITE = "torch.save, fsync", "hpctrain", "raw write, fsync"
 _DEFAULT = 200 * 10**6  # about a checkpoint of ResNet-50 with momentum
-_TENSORS = 160  # about the number of weight tensors of ResNet-50
+TENSORS = 160  # about the number of weight tensors of ResNet-50
 # The previous checkpoint stays until the new one is complete.
 _ROOM = 2.2
 # The state, its copy in the writer, and the bytes of the raw write.
 _COPIES = 3
 _LEAST = 10**4
+
+
+def make_state(shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Return a state of weights and momenta, each with `TENSORS` tensors of a shape."""
+    names = [f"layer{number}.weight" for number in range(TENSORS)]
+    weights, momenta = (
+        {name: torch.full(shape, 0.1, device=device) for name in names} for _ in range(2)
+    )
+    return {"model": weights, "optimizer": {"momentum": momenta}}
 
 
 class Saves:
@@ -54,22 +74,14 @@ class Saves:
 
     def __init__(self, folder: Path, size: int, device: torch.device) -> None:
         self.folder = folder
-        shape = (max(size // 4 // 2 // _TENSORS, 1),)
-        names = [f"layer{number}.weight" for number in range(_TENSORS)]
-        weights, momenta = (
-            {name: torch.full(shape, 0.1, device=device) for name in names} for _ in range(2)
-        )
-        self.state: dict[str, Any] = {"model": weights, "optimizer": {"momentum": momenta}}
-        self._bytes = torch.full((size,), 17, dtype=torch.uint8)
+        self.state = make_state((max(size // 4 // 2 // TENSORS, 1),), device)
+        self._bytes = bytes([17]) * size
         self._writer = Writer(RunDirectory(folder / "run"), keep=1)
         self._step = 0
 
     def by_torch(self) -> Callable[[], Any]:
         """Save with torch.save, as the baseline; training waits for all of it."""
-        with open(self.folder / "state.pt", "wb") as file:
-            torch.save(self.state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write(self.folder / "state.pt", partial(torch.save, self.state))
         return lambda: None
 
     def ours(self) -> Callable[[], Any]:
@@ -80,7 +92,7 @@ class Saves:
 
     def raw(self) -> Callable[[], Any]:
         """Write the same number of bytes, to measure the file system alone."""
-        write(self.folder / "raw", self._bytes)
+        write(self.folder / "raw", lambda file: file.write(self._bytes))
         return lambda: None
 
     def clear(self) -> None:
@@ -94,15 +106,15 @@ class Saves:
         self._writer.close()
 
 
-def write(path: Path, content: torch.Tensor) -> None:
-    """Write bytes to a file until they are on the disk.
+def write(path: Path, save: Callable[[BinaryIO], Any]) -> None:
+    """Write a file until it is on the disk.
 
     Args:
         path: path of the file.
-        content: uint8 tensor on the host.
+        save: function that writes to it.
     """
     with open(path, "wb") as file:
-        file.write(memoryview(content.numpy()))  # type: ignore[arg-type]
+        save(file)
         file.flush()
         os.fsync(file.fileno())
 
