@@ -25,7 +25,7 @@ from hpctrain.cluster.launchers import LAUNCHERS, Process, readings, survey
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.errors.codes import CODES, Code
-from hpctrain.tools.doctor import findings, shown_variables, software
+from hpctrain.tools.doctor import findings, machine, software
 from hpctrain.tools.doctor import ranks as of_ranks
 from hpctrain.tools.doctor.findings import Finding
 from hpctrain.tools.doctor.report import Report
@@ -409,7 +409,7 @@ def report(capsys, entries, wrong=(), speeds=None):
         "host": "node1",
         "system": "Linux",
         "launcher": "slurm",
-        "environment": shown_variables.shown(
+        "environment": machine.shown_variables(
             {**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
         ),
     }

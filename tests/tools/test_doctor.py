@@ -25,7 +25,6 @@ from hpctrain.tools.doctor import (
     machine,
     ranks,
     report,
-    shown_variables,
     software,
     storage,
     subprocesses,
@@ -460,12 +459,12 @@ SECRETS = {
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=20)))
 def test_doctor_shows_listed_environment_variables_only(env):
     known = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HPCTRAIN_RUN_DIR": "/r"}
-    variables = shown_variables.shown({**env, **SECRETS, **known})
+    variables = machine.shown_variables({**env, **SECRETS, **known})
     allowed = {"NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_"}
     assert known.items() <= variables.items()
     assert not SECRETS.keys() & variables.keys()
     for name in variables.keys() - known.keys():
-        assert name.startswith(tuple(allowed)) or name in shown_variables._NAMES
+        assert name.startswith(tuple(allowed)) or name in machine._SHOWN
     assert all("\n" not in value and "\x1b" not in value for value in variables.values())
 
 

@@ -2,13 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 
 from hpctrain.backends.base import Backend
 
-__all__ = ["checked", "gather_numbers", "run_sums", "sizes"]
+__all__ = ["checked", "run_sums", "sizes"]
 
 _MB = 10**6
 _CHECKED = (1, 1000, 100_003)  # elements; 2, 4, 8 … ranks cannot share the last evenly
@@ -18,16 +17,6 @@ _REPEATS = 5
 def sizes(backend: Backend) -> tuple[int, int]:
     """Return the sizes in bytes of the sums that are timed."""
     return _MB, 64 * _MB if backend.device.type == "cuda" else 16 * _MB
-
-
-def gather_numbers(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
-    """Return the numbers of all ranks, a list for each rank; all ranks must call this together."""
-    table = torch.zeros(
-        backend.world_size, len(numbers), dtype=torch.float64, device=backend.device
-    )
-    table[backend.rank] = torch.tensor(numbers, dtype=torch.float64)
-    rows: list[list[float]] = backend.sum(table).tolist()
-    return rows
 
 
 def checked(backend: Backend, count: int) -> bool:

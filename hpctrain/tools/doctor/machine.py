@@ -1,22 +1,39 @@
 """Checks of this machine and this process, made before the rendezvous."""
 
 import platform
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers import Start
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 from hpctrain.rendezvous import interfaces
-from hpctrain.tools.doctor import devices, limits, shown_variables, software, storage
+from hpctrain.tools.doctor import devices, limits, software, storage
 from hpctrain.tools.doctor.findings import OK, WARNING, Finding
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Machine", "examine", "network"]
+__all__ = ["Machine", "examine", "network", "shown_variables"]
+
+# Environment variables that the report shows. An unknown one may hold a password.
+_SHOWN = (
+    *env_vars.OF_THE_JOB,
+    *env_vars.WORLD,
+    env_vars.LAUNCHER, env_vars.HOSTNAME, env_vars.INTERFACE,
+    env_vars.MAIN_ADDRESS, env_vars.MAIN_PORT,
+    env_vars.RUN_DIR, env_vars.DATA, env_vars.CACHE, env_vars.LEAST_TIMEOUT,
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
+    "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "MKL_NUM_THREADS",
+    "SLURM_CPUS_PER_TASK", "SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE",
+    "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID",
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,7 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
         "host": start.rendezvous_point.host,
         "system": platform.platform(),
         "launcher": world.launcher,
-        "environment": shown_variables.shown(env),
+        "environment": shown_variables(env),
     }
     version = str(module.__version__) if module is not None else None
     return Machine([replace(one, ranks=(world.rank,)) for one in found], version, device, facts)
@@ -83,3 +100,13 @@ def network(chosen: str | None) -> Finding:
             return Finding.of("network", error)
     own = [f"{interfaces.interface_of(one)} {one}" for one in interfaces.reachable()]
     return Finding("network", OK, ", ".join(own) or "loopback only: no other host can be reached")
+
+
+def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that the report may show, by name.
+
+    These are the names of a fixed list, and the settings of the network libraries whose names do
+    not suggest a secret.
+    """
+    found = {name: env[name] for name in _SHOWN if name in env} | env_vars.of_the_network(env)
+    return {name: printable(value) for name, value in sorted(found.items())}

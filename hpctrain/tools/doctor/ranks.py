@@ -204,18 +204,17 @@ def _check_sums(
             device,
             backends.BackendSettings(_COLLECTIVE_SECONDS, timeout),
         )
-        found = float(bool(marker) and storage.finds(run, marker))
+        found = bool(marker) and storage.finds(run, marker)
         sums = communication.run_sums(backend)
         # All ranks leave the last sum within milliseconds.
-        numbers = communication.gather_numbers(backend, [found, time.time(), *sums])
-        shared, clocks, exact, *speeds = zip(*numbers, strict=True)
-        wrong = [rank for rank, right in enumerate(exact) if not right]
-        by_size = dict(zip(communication.sizes(backend), map(min, speeds), strict=True))
-        report.sums(backend.transport, wrong, by_size)
-        report.add([judge_sums(backend.transport, wrong)])
-        report.add(judge_clocks(clocks))
+        numbers = backend.gather_object([found, time.time(), *sums])
         if world.rank == 0:
-            report.add(judge_shared(met.roster, shared))
+            shared, clocks, exact, *speeds = zip(*numbers, strict=True)
+            wrong = [rank for rank, right in enumerate(exact) if not right]
+            by_size = dict(zip(communication.sizes(backend), map(min, speeds), strict=True))
+            report.sums(backend.transport, wrong, by_size)
+            report.add([judge_sums(backend.transport, wrong)])
+            report.add([*judge_clocks(clocks), *judge_shared(met.roster, shared)])
         # No rank closes the backend while another rank still uses it.
         backend.barrier()
         backend.close()
