@@ -175,8 +175,7 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
         HpctrainError: one of them is missing; the error includes how to install it.
     """
     # Names that CMake tries, in its order (CMakeDetermineCXXCompiler.cmake).
-    given = shlex.split(env.get("CXX", "")) or ["c++", "CC", "g++", "clang++"]
-    names = given[:1] if env.get("CXX") else given
+    names = shlex.split(env.get("CXX", ""))[:1] or ["c++", "CC", "g++", "clang++"]
     path = env.get("PATH")
     compiler = next((found for name in names if (found := shutil.which(name, path=path))), "")
     if not compiler:

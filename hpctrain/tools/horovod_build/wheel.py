@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import env_vars, memory
 from hpctrain.errors import HpctrainError
 from hpctrain.tools.horovod_build.plan import Plan, check_compiler, cxx_standard
 
-__all__ = ["VERSION", "PrintLine", "excerpt", "find", "get", "patch", "pip", "place", "run"]
+__all__ = ["VERSION", "PrintLine", "excerpt", "get", "patch", "pip", "place", "run"]
 
 #: Release of Horovod to build, which is the last one.
 VERSION = "0.28.1"
@@ -59,11 +59,6 @@ def place(plan: Plan, env: Mapping[str, str]) -> Path:
     return Path(cache).absolute() / "horovod" / re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
-def find(folder: Path) -> Path | None:
-    """Return the wheel in a folder of the cache, or None."""
-    return next(folder.glob("horovod-*.whl"), None)
-
-
 def get(plan: Plan, env: Mapping[str, str], print_line: PrintLine) -> Path:
     """Return the wheel of the cache, or build it.
 
@@ -71,7 +66,7 @@ def get(plan: Plan, env: Mapping[str, str], print_line: PrintLine) -> Path:
         HpctrainError: a requirement is missing, the cache cannot be written, or a step failed.
     """
     folder = place(plan, env)
-    if wheel := find(folder):
+    if wheel := next(folder.glob("horovod-*.whl"), None):
         print_line(f"found {wheel}")
         return wheel
     standard = cxx_standard(plan.torch.include)
@@ -225,8 +220,7 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
 
 def _jobs() -> int:
     """Return how many compilers may run at once: one for each usable core and 2 GiB of memory."""
-    available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-    free = int(available[1]) * 1024 if available else _BYTES_PER_COMPILER
+    free = memory.available() or _BYTES_PER_COMPILER
     return max(1, min(len(os.sched_getaffinity(0)), free // _BYTES_PER_COMPILER))
 
 
