@@ -153,6 +153,8 @@ class Launcher:
         composed: for a field of World, the variable with a value that is not a plain number.
         constants: variables that have the same value in every rank of every start.
         starts: variables that distinguish one start of ranks from any other.
+        jobs: those of them that identify a job; without one, only the port distinguishes a start.
+            Empty if the launcher sets others that do.
         knows_rank_0: whether rank 0 is certainly at the address of `main`, and not only probably.
         before: for a launcher of another package, the name of the built-in launcher that is asked
             after it.
@@ -167,6 +169,7 @@ class Launcher:
     composed: ClassVar[Mapping[str, str]] = {}
     constants: ClassVar[Mapping[str, str]] = {}
     starts: ClassVar[tuple[str, ...]] = ()
+    jobs: ClassVar[tuple[str, ...]] = ()
     knows_rank_0: ClassVar[bool] = False
     before: ClassVar[str] = "slurm"
 
@@ -268,7 +271,7 @@ class Launcher:
             port=port_in(env, env_vars.MAIN_PORT) or port,
             sure=bool(set_address or env.get("MASTER_ADDR") or (self.knows_rank_0 and address)),
             others=() if set_address else self.others(env, world),
-            only_port=self.only_port(env),
+            only_port=bool(self.jobs) and not any(env.get(name) for name in self.jobs),
             store=None if set_address else self.store(env),
             interface=_interface(env),
             simulated=simulated,
@@ -289,11 +292,6 @@ class Launcher:
         """Return the key-value store that the launcher serves, or None."""
         del env
         return None
-
-    def only_port(self, env: Environ) -> bool:
-        """Check whether only the port distinguishes this start from another."""
-        del env
-        return False
 
     def _refuse_loopback(self, env: Environ, world: World, address: str | None) -> None:
         if address is None or self.name in _MEETS_ITSELF or world.on_one_host is not False:

@@ -189,10 +189,6 @@ class SubmititLocal(Launcher):
         return env.get("SUBMITIT_EXECUTOR") == "local"
 
 
-# Variables of jobs that ranks with the env:// variables share.
-_JOBS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
-
-
 class EnvLauncher(Launcher):
     """The env:// variables of torch.distributed, set manually or by an older launcher.
 
@@ -210,11 +206,8 @@ class EnvLauncher(Launcher):
         "local_world_size": ("LOCAL_WORLD_SIZE",),
     }
     # Outside of a job the ranks share no other value, so only MASTER_PORT is tried.
-    starts = ("MASTER_ADDR", "MASTER_PORT", *_JOBS)
-
-    def only_port(self, env: Environ) -> bool:
-        """Check whether there is no job, so that only the port identifies this start."""
-        return not any(env.get(name) for name in _JOBS)
+    jobs = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+    starts = ("MASTER_ADDR", "MASTER_PORT", *jobs)
 
     def others(self, env: Environ, world: World) -> tuple[str, ...]:
         """Return no hosts: the user sets the address of rank 0."""
