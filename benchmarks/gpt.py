@@ -11,6 +11,7 @@ tokens, without attention.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hpctrain
 from hpctrain.tools.bench.measure import take_turns
+from hpctrain.tools.bench.step import Step, by_hand, with_session
 from hpctrain.tools.bench.turns import timed
 
 BASE, OURS = "by hand, fully_shard", "hpctrain, fsdp"
@@ -32,10 +34,10 @@ CASES = {"bf16": ("bf16", False), "compiled": ("bf16", True), "fp8, compiled": (
 class GPT(nn.Module):
     """A transformer in which no token sees later ones, without dropout."""
 
-    def __init__(self, words: int, width: int, layers: int) -> None:
+    def __init__(self, words: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        sizes = {"d_model": width, "nhead": width // 128, "dim_feedforward": 4 * width}
+        sizes = {"d_model": width, "nhead": heads, "dim_feedforward": 4 * width}
         kind = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(**sizes, **kind) for _ in range(layers)
@@ -43,8 +45,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, tokens: Tensor, later: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Return the scores of the next word, of shape (batch, length, words)."""
+        length = tokens.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         features = self.words(tokens)
         for layer in self.layers:
             features = layer(features, src_mask=later, is_causal=True)
@@ -52,49 +56,44 @@ class GPT(nn.Module):
         return scores
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of a batch."""
-    length = tokens.shape[1] - 1
-    later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
-    scores = model(tokens[:, :-1], later)
-    return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+    return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def by_hand(model: GPT, tokens: Tensor, compiled: bool) -> Callable[[], Tensor]:
-    """Return a step with torch alone."""
-    mesh = init_device_mesh(tokens.device.type, (1,))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in model.layers:
+def steps(
+    session: hpctrain.Session,
+    make: Callable[[], GPT],
+    rate: float,
+    tokens: Tensor,
+    half: torch.dtype | None,
+) -> dict[str, Step]:
+    """Return the step of each arm: with torch alone, and with hpctrain.
+
+    Args:
+        session: open session over fsdp that clips by a norm of 1.
+        make: returns a new model with the same weights.
+        rate: learning rate.
+        tokens: samples on the device, each one longer than what the model sees.
+        half: type of the loop by hand; None for fp32.
+    """
+
+    def adamw(model: GPT) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), rate, fused=tokens.is_cuda)
+
+    batches = itertools.repeat((tokens[:, :-1], tokens[:, 1:]))
+    mesh = init_device_mesh(tokens.device.type, (session.world.world_size,))
+    policy = MixedPrecisionPolicy(half, half and torch.float32)
+    base, own = make(), make()
+    for layer in base.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    if compiled:
-        model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=tokens.is_cuda)
-
-    def step() -> Tensor:
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            loss = loss_of(model, tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def ours(session: hpctrain.Session, model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
-    """Return a step with hpctrain."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=tokens.is_cuda)
-    model, optimizer = session.prepare(model, optimizer)
-
-    def step() -> Tensor:
-        with session.autocast():
-            loss = loss_of(model, tokens)
-        session.step(loss, optimizer)
-        return loss.detach()
-
-    return step
+    fully_shard(base, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if session.options.compile:
+        base.compile()
+    return {
+        BASE: by_hand(session.device, base, adamw(base), batches, half, loss_of, clip=1.0),
+        OURS: with_session(session, own, adamw(own), batches, loss_of),
+    }
 
 
 def rank(arguments: argparse.Namespace) -> Any:
@@ -108,12 +107,12 @@ def rank(arguments: argparse.Namespace) -> Any:
         def make() -> GPT:
             torch.manual_seed(0)
             with session.device:
-                return GPT(arguments.words, arguments.width, arguments.layers)
+                width = arguments.width
+                return GPT(arguments.words, width, arguments.layers, width // 128)
 
-        steps = {BASE: by_hand(make(), tokens, compiled), OURS: ours(session, make(), tokens)}
         arms = {
             name: partial(timed, session.device, step, arguments.steps)
-            for name, step in steps.items()
+            for name, step in steps(session, make, 1e-5, tokens, torch.bfloat16).items()
         }
         take_turns(arms, 2)  # warms up
         times = take_turns(arms, arguments.rounds)

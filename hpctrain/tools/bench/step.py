@@ -44,6 +44,7 @@ def by_hand(
     batches: Batches,
     half: torch.dtype | None,
     criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    clip: float | None = None,
 ) -> Step:
     """Return the baseline: a step of the loop that an expert writes without hpctrain.
 
@@ -54,6 +55,7 @@ def by_hand(
         batches: images and targets on the device, without end.
         half: type of autocast; None for none.
         criterion: function that returns the loss.
+        clip: largest norm of the gradients; None for any.
     """
     scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
 
@@ -62,6 +64,9 @@ def by_hand(
         with nullcontext() if half is None else torch.autocast(device.type, half):
             loss = criterion(model(images), targets)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         baseline.update(optimizer, scaler)
         scaler.update()
         optimizer.zero_grad()
@@ -71,7 +76,11 @@ def by_hand(
 
 
 def with_session(
-    session: Session, model: nn.Module, optimizer: Optimizer, batches: Batches
+    session: Session,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Batches,
+    criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> Step:
     """Return a step of hpctrain's loop, as in the examples.
 
@@ -80,13 +89,14 @@ def with_session(
         model: model, not yet prepared.
         optimizer: optimizer of the model's parameters.
         batches: images and targets on the device, without end.
+        criterion: function that returns the loss.
     """
     model, optimizer = session.prepare(model, optimizer)
 
     def step() -> Tensor:
         images, targets = next(batches)
         with session.autocast():
-            loss = cross_entropy(model(images), targets)
+            loss = criterion(model(images), targets)
         session.step(loss, optimizer)
         return loss.detach()
 
