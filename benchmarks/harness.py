@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import add_save, facts, outcome, save
-from outcomes import named, outcomes
+from measure import add_save, facts, named, outcome, outcomes, save
 
 from hpctrain.tools.bench import figures
 from hpctrain.tools.bench.figures import Results, Series, rows

@@ -1,28 +1,50 @@
-"""Functions shared by the benchmarks: outcomes, machine, commit, result files; no torch."""
+"""Functions shared by the benchmarks: outcomes, machine, commit, result files; no torch.
+
+`results` of a record are those of `hpctrain.tools.bench.figures`. An arm may also have `targets`:
+by figure, a limit and the outcome.
+"""
 
 import argparse
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.tools.bench import measure
+from hpctrain.tools.bench import figures, measure
 
-__all__ = ["add_save", "commit", "facts", "outcome", "place", "save"]
+__all__ = ["add_save", "commit", "facts", "named", "outcome", "outcomes", "place", "save"]
 
 _TOP = Path(__file__).resolve().parent.parent
 # Folders of the results from which the pages are made.
 _RESULTS = ("benchmarks/results", "docs/results")
 # No figure depends on these files. Results of one run may be uncommitted when the next begins.
 _WITHOUT_EFFECT = (*_RESULTS, "*.md")
+_UNITS = {"ms": " ms", "us": " µs"}  # of a limit, by the end of the figure's name
 
 
-def outcome(figures: Mapping[str, float], limit: float) -> str:
+def outcome(figure: Mapping[str, float], limit: float) -> str:
     """Return whether the median meets a limit, and whether the spread makes this uncertain."""
-    text = "met" if figures["median"] <= limit else "missed"
-    sure = figures["high"] <= limit or figures["low"] > limit
+    text = "met" if figure["median"] <= limit else "missed"
+    sure = figure["high"] <= limit or figure["low"] > limit
     return text if sure else f"{text}, within the noise"
+
+
+def named(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a record, with the names of its groups as the pages show them."""
+    form = "{} ranks" if record.get("benchmark") == "rendezvous" else "{}"
+    return {form.format(key): part for key, part in record["results"].items()}
+
+
+def outcomes(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each outcome of a record: its subject, the figure with interval, target, outcome."""
+    for name, arm in figures.arms(named(record)):
+        targets = arm.get("targets", {})
+        for key, target in targets.items():
+            form = ".3f" if abs(arm[key]["median"]) < 10 else ".1f"
+            subject = f"{name}, {key}" if len(targets) > 1 else name
+            limit = target["limit"] + _UNITS.get(key.rpartition("_")[2], "")
+            yield subject, measure.describe(arm[key], form), limit, target["outcome"]
 
 
 def facts(packages: Sequence[str]) -> dict[str, Any]:

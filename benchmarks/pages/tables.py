@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outcomes import named, outcomes
+from measure import named, outcomes
+from programs import BENCHMARKS
 
 from hpctrain.errors.codes import CODES
 from hpctrain.tools.bench.figures import rows
@@ -18,7 +19,7 @@ Record = Mapping[str, Any]
 # Makes a table from the results in the folder of a repository.
 Table = Callable[[Path], str]
 
-BENCHMARKS = "benchmarks/results"
+RESULTS = "benchmarks/results"
 OTHERS = "docs/results"
 NOT_MEASURED = "Not measured yet."
 _MOST_LOST = 8  # that are shown one by one
@@ -99,7 +100,7 @@ def _benchmark(path: Path) -> str:
 def benchmark(name: str, top: Path) -> str:
     """Return the tables of a benchmark, each with its machine, date and commit below."""
     tables = []
-    for record in newest(top / BENCHMARKS, name):
+    for record in newest(top / RESULTS, name):
         head, *arms = rows(named(record))
         cells = [[f"`{arm}`" if "(" in arm else arm, *row] for arm, *row in arms]
         tables.append(f"{_markdown(head, cells)}\n\n{source(record)}")
@@ -108,7 +109,7 @@ def benchmark(name: str, top: Path) -> str:
 
 def targets(top: Path) -> str:
     """Return the targets of all benchmarks, and whether their newest figures meet them."""
-    folder = top / BENCHMARKS
+    folder = top / RESULTS
     found = []
     for name in sorted({_benchmark(path) for path in folder.glob("*.json")}):
         for record in newest(folder, name):
@@ -235,30 +236,11 @@ def errors(top: Path) -> str:
     return _markdown(("code", "meaning", "usual causes", "fix"), rows)
 
 
-_BENCHMARKS = (
-    "startup",
-    "step_overhead",
-    "hostlist",
-    "rendezvous",
-    "first_allreduce",
-    "allreduce",
-    "evaluation",
-    "replica_check",
-    "input",
-    "imagenet",
-    "precision",
-    "checkpoint",
-    "checkpoint_ranks",
-    "fsdp",
-    "gpt",
-    "memory_checkpoint",
-    "submit",
-)
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
 # To add a table that pages may name, add a line here.
 TABLES: dict[str, Table] = {
     "targets": targets,
-    **{name: functools.partial(benchmark, name) for name in _BENCHMARKS},
+    **{name: functools.partial(benchmark, name) for name in BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
     "chaos": functools.partial(recorded_baseline, "chaos"),
