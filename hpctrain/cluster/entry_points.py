@@ -4,6 +4,8 @@ import functools
 import os
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.errors import UsageError
@@ -41,19 +43,14 @@ def _groups(path: tuple[str, ...]) -> Collection[str]:
     """Return the groups of hpctrain that packages on a path have."""
     found: set[str] = set()
     for place in path:
-        try:
+        names: list[str] = []
+        with suppress(OSError):  # no folder
             names = os.listdir(place or ".")
-        except OSError:
-            continue
         for name in names:
             if not name.endswith((".dist-info", ".egg-info")):
                 continue
-            try:
-                with open(os.path.join(place, name, "entry_points.txt"), errors="replace") as file:
-                    text = file.read()
-            except OSError:
-                continue
-            if "[hpctrain." in text:
+            with suppress(OSError):
+                text = Path(place, name, "entry_points.txt").read_text(errors="replace")
                 found.update(one for one in (BACKENDS, LAUNCHERS, TRACKERS) if f"[{one}]" in text)
     return found
 

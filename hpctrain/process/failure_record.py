@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
@@ -80,11 +80,8 @@ class Failure:
 def note_session(rank: int, env: Mapping[str, str]) -> None:
     """Record that this rank has opened a session."""
     if rank == 0:
-        _write(
-            env,
-            "modules",
-            "\n".join([*(name for name in SLOW if name in sys.modules), _LATER]),
-        )
+        names = [*(name for name in SLOW if name in sys.modules), _LATER]
+        _write(env, "modules", "\n".join(names))
     _write(env, f"session-{rank}", env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0])
 
 
@@ -95,24 +92,16 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
     )
     if isinstance(error, ReplicaError):  # rank 0 reports it, and another rank may be the cause
         caused_by_other_rank = not error.at_fault
-    description, code, text = f"{type(error).__name__}: {error}", exit_codes.FAILED, ""
-    name = ""
+    text = f"{type(error).__name__}: {error}"
+    failure = Failure(time.monotonic(), caused_by_other_rank, text, os.getpid(), date=time.time())
     if isinstance(error, HpctrainError):
-        description, code, name = error.found, error.exit_code, error.code
+        failure = replace(
+            failure, description=error.found, exit_code=error.exit_code, error=error.code
+        )
     elif not isinstance(error, SystemExit):
-        text = "".join(traceback.format_exception(error))
+        failure = replace(failure, traceback="".join(traceback.format_exception(error)))
     elif isinstance(error.code, int):
-        code = error.code
-    failure = Failure(
-        time.monotonic(),
-        caused_by_other_rank,
-        description,
-        os.getpid(),
-        code,
-        text,
-        time.time(),
-        name,
-    )
+        failure = replace(failure, exit_code=error.code)
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 
