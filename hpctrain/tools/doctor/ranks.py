@@ -46,7 +46,6 @@ _NOT_TRIED = Finding(
     "ranks without problems, with devices of one kind",
     ("fix the other problems first",),
 )
-_NOT_HERE = Finding("other ranks", PROBLEM, "a problem", "none", ("read the report of rank 0",))
 _NO_SUM = (
     "look for a firewall between the hosts",
     "export HPCTRAIN_INTERFACE=NAME, if the ranks use a wrong interface",
@@ -80,10 +79,9 @@ def examine(report: Report, own: Machine, start: Start, run: Path, timeout: floa
         if rank == 0:
             table = rows(met.roster)
             passed = [finding for finding in own.findings if finding.level == OK]
-            report.machines([*passed, *_of_machines(met.roster)], [row["host"] for row in table])
+            of_all = merged([entry["doctor"]["findings"] for entry in met.roster.entries])
+            report.machines([*passed, *of_all], [row["host"] for row in table])
             report.table(table, _differences(met.roster))
-        elif met.shared["problem"]:
-            report.add([_NOT_HERE])
         if own.device is not None and met.shared["communicate"]:
             _check_sums(report, met, own.device, run, timeout)
         else:
@@ -110,21 +108,14 @@ def _meet(start: Start, own: Machine, run: Path, marker: str, timeout: float) ->
 
 def _decide(roster: Roster) -> Answer:
     """Return what all ranks have to know of the others: rank 0 has their entries, and prints."""
-    differing = _differences(roster)
-    wrong = any(finding.level == PROBLEM for finding in differing)
+    wrong = any(finding.level == PROBLEM for finding in _differences(roster))
     kinds = {entry["doctor"]["kind"] for entry in roster.entries}
     return Answer(
         shared={
-            "problem": wrong or any(f.level == PROBLEM for f in _of_machines(roster)),
             "communicate": len(kinds) == 1 and not wrong,
             "marker": roster.entries[0]["doctor"]["marker"],
         }
     )
-
-
-def _of_machines(roster: Roster) -> list[Finding]:
-    """Return the findings of all machines, each once."""
-    return merged([entry["doctor"]["findings"] for entry in roster.entries])
 
 
 def _entry(own: Machine, run: Path, marker: str) -> dict[str, Any]:
