@@ -123,8 +123,8 @@ def rank(arguments: argparse.Namespace) -> Any:
         folder = Path(session.backend.broadcast_object(tempfile.mkdtemp(dir=arguments.folder)))
         saves = Saves(session, folder, arguments.megabytes[0] * 10**6)
         arms = {name: partial(saves.stall, name) for name in (BASE, *WRITERS, ASYNC, RAW)}
-        take_turns(arms, 1)  # allocates memory
-        times = take_turns(arms, arguments.rounds)
+        # The warm-up allocates memory.
+        times = take_turns(arms, arguments.rounds, warm_up=1)
         reads = {name: partial(saves.read, name) for name in (ALL, QUARTER)}
         read = take_turns(reads, arguments.rounds)
         saves.close()

@@ -91,8 +91,8 @@ def measure(arguments: argparse.Namespace) -> Results:
         for name, text in SCRIPTS.items():
             Path(folder, name).write_text(text)
         arms = {name: partial(seconds, command, folder) for name, command in ARMS.items()}
-        take_turns(arms, 1)  # warms up: writes the caches, loads the files into memory
-        times = take_turns(arms, arguments.rounds)
+        # The warm-up writes the caches, and loads the files into memory.
+        times = take_turns(arms, arguments.rounds, warm_up=1)
     series = {name: {"s": own} for name, own in times.items()}
     return compare(series, BASE, targets={OURS: {"ratio": "≤ 1"}})
 

@@ -57,8 +57,7 @@ def rank(arguments: argparse.Namespace) -> Any:
             name: partial(clocked, session, step, arguments.steps)
             for name, step in steps(session, make, 1e-4, tokens, None).items()
         }
-        take_turns(arms, 2)  # warms up
-        times = take_turns(arms, arguments.rounds)
+        times = take_turns(arms, arguments.rounds, warm_up=2)
         return times if session.is_main else None
 
 

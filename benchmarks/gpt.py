@@ -114,8 +114,7 @@ def rank(arguments: argparse.Namespace) -> Any:
             name: partial(timed, session.device, step, arguments.steps)
             for name, step in steps(session, make, 1e-5, tokens, torch.bfloat16).items()
         }
-        take_turns(arms, 2)  # warms up
-        times = take_turns(arms, arguments.rounds)
+        times = take_turns(arms, arguments.rounds, warm_up=2)
         rates = {name: [size * length / one for one in own] for name, own in times.items()}
         return {"rates": rates, "parameters": sum(p.numel() for p in make().parameters())}
 

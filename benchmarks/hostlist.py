@@ -41,8 +41,7 @@ def microseconds(arm: Callable[[], object]) -> float:
 def measure(arguments: argparse.Namespace) -> Results:
     """Return each arm's time, and its ratio to the base."""
     arms = {name: partial(microseconds, arm) for name, arm in ARMS.items()}
-    take_turns(arms, 3)  # warms up
-    times = take_turns(arms, arguments.rounds)
+    times = take_turns(arms, arguments.rounds, warm_up=3)
     return compare({name: {"us": own} for name, own in times.items()}, BASE, targets=TARGETS)
 
 

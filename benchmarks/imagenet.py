@@ -192,8 +192,7 @@ def measure(arguments: argparse.Namespace) -> Results:
                 for group, own in steps.items()
                 for name, step in own.items()
             }
-            take_turns(arms, 1)  # warms up
-            rates = take_turns(arms, arguments.rounds)
+            rates = take_turns(arms, arguments.rounds, warm_up=1)
             if compiling:
                 compiling.close()
     targets = {OURS: {"ratio": "≥ 0.99"}}

@@ -105,9 +105,9 @@ def rate(arm: Callable[[], object], images: int) -> float:
 
 def compared(arms: Arms, images: int, rounds: int, target: str = "") -> Results:
     """Return images per second, and their ratio to the first arm, after one round to warm up."""
-    rates = {name: partial(rate, arm, images) for name, arm in arms.items()}
-    take_turns(rates, 1)
-    series = {name: {"images_per_s": own} for name, own in take_turns(rates, rounds).items()}
+    timers = {name: partial(rate, arm, images) for name, arm in arms.items()}
+    rates = take_turns(timers, rounds, warm_up=1)
+    series = {name: {"images_per_s": own} for name, own in rates.items()}
     targets = {OURS: {"ratio": target}} if target else {}
     return compare(series, next(iter(arms)), targets=targets)
 

@@ -73,8 +73,8 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | N
             name: partial(block, session, loop, every, copies)
             for name, copies in ((BASE, 0), (OURS, every))
         }
-        take_turns(arms, 1)  # memory is allocated
-        times = take_turns(arms, arguments.rounds)
+        # The warm-up allocates memory.
+        times = take_turns(arms, arguments.rounds, warm_up=1)
         session.backend.barrier()
         loop.close()
     if session.is_main:

@@ -89,8 +89,8 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | N
             name: partial(clocked, session, Arm(session, name, train).step, arguments.steps)
             for name in EVERY
         }
-        take_turns(blocks, 2)  # warms up, and finds the distance of the default
-        times = take_turns(blocks, arguments.rounds)
+        # The warm-up finds the distance of the default.
+        times = take_turns(blocks, arguments.rounds, warm_up=2)
         return times if session.is_main else None
 
 

@@ -41,8 +41,8 @@ def milliseconds(arguments: tuple[str, ...]) -> float:
 def measure(arguments: argparse.Namespace) -> Results:
     """Return each arm's time, and how much longer it is than bare Python."""
     arms = {name: partial(milliseconds, words) for name, words in ARMS.items()}
-    take_turns(arms, 1)  # warms up: writes the caches, loads the files into memory
-    times = take_turns(arms, arguments.rounds)
+    # The warm-up writes the caches, and loads the files into memory.
+    times = take_turns(arms, arguments.rounds, warm_up=1)
     return compare({name: {"ms": own} for name, own in times.items()}, BARE, ("more_ms",), TARGETS)
 
 

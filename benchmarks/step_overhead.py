@@ -56,8 +56,7 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | N
             name: partial(clocked, session, partial(next, loop), steps, "us")
             for name, loop in loops.items()
         }
-        take_turns(arms, 1)  # warms up
-        times = take_turns(arms, rounds)
+        times = take_turns(arms, rounds, warm_up=1)
         for loop in loops.values():
             loop.close()
         return times if session.is_main else None

@@ -92,8 +92,8 @@ def measure(arguments: argparse.Namespace) -> Results:
 
         arms = {name: partial(milliseconds, name) for name in ARMS}
         try:
-            take_turns(arms, 1)  # warms up: writes the caches, loads the files into memory
-            times = take_turns(arms, arguments.rounds)
+            # The warm-up writes the caches, and loads the files into memory.
+            times = take_turns(arms, arguments.rounds, warm_up=1)
         finally:
             if jobs:
                 subprocess.run(command(["scancel", *jobs]), env=environ, check=False)

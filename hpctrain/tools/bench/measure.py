@@ -42,13 +42,21 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return rotated[::-1] if number % 2 else rotated
 
 
-def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Call the arms in turn, and return the results of each arm, one for each round."""
+def take_turns(
+    arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0
+) -> dict[str, list[T]]:
+    """Call the arms in turn, and return the results of each arm, one for each round.
+
+    Args:
+        arms: arms by name.
+        rounds: number of rounds.
+        warm_up: number of rounds before them, whose results are left out.
+    """
     results: dict[str, list[T]] = {name: [] for name in arms}
-    for number in range(rounds):
+    for number in range(warm_up + rounds):
         for name in order(list(arms), number):
             results[name].append(arms[name]())
-    return results
+    return {name: own[warm_up:] for name, own in results.items()}
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
