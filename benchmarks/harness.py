@@ -14,9 +14,8 @@ from typing import Any
 
 from measure import add_save, facts, named, outcome, outcomes, save
 
-from hpctrain.tools.bench import figures
-from hpctrain.tools.bench.figures import Results, Series, rows
-from hpctrain.tools.bench.measure import table
+from hpctrain.tools.bench import measure as bench
+from hpctrain.tools.bench.measure import Results, Series, rows, table
 
 __all__ = [
     "ENVIRONMENT",
@@ -172,7 +171,7 @@ def compare(
     by: Sequence[str] = ("ratio",),
     targets: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Results]:
-    """Compare arms as `figures.compare` does, and judge them.
+    """Compare arms as `hpctrain bench` does, and judge them.
 
     Args:
         series: figures of each arm.
@@ -180,7 +179,7 @@ def compare(
         by: `ratio`, and `more_FIGURE`.
         targets: by arm, the limit of a figure, such as `{"ratio": "≤ 1.02"}`.
     """
-    results = figures.compare(series, base, by)
+    results = bench.compare(series, base, by)
     for name, limits in (targets or {}).items():
         for key, limit in limits.items():
             judge(results[name], key, limit)

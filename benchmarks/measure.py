@@ -1,6 +1,6 @@
 """Functions shared by the benchmarks: outcomes, machine, commit, result files; no torch.
 
-`results` of a record are those of `hpctrain.tools.bench.figures`. An arm may also have `targets`:
+`results` of a record are those of `hpctrain.tools.bench.measure`. An arm may also have `targets`:
 by figure, a limit and the outcome.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.tools.bench import figures, measure
+from hpctrain.tools.bench import measure
 
 __all__ = ["add_save", "commit", "facts", "named", "outcome", "outcomes", "place", "save"]
 
@@ -38,7 +38,7 @@ def named(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def outcomes(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Yield each outcome of a record: its subject, the figure with interval, target, outcome."""
-    for name, arm in figures.arms(named(record)):
+    for name, arm in measure.arms(named(record)):
         targets = arm.get("targets", {})
         for key, target in targets.items():
             form = ".3f" if abs(arm[key]["median"]) < 10 else ".1f"

@@ -11,7 +11,7 @@ from measure import named, outcomes
 from programs import BENCHMARKS
 
 from hpctrain.errors.codes import CODES
-from hpctrain.tools.bench.figures import rows
+from hpctrain.tools.bench.measure import rows
 
 __all__ = ["TABLES", "Table"]
 

@@ -16,7 +16,6 @@ from hpctrain.errors import UsageError
 from hpctrain.tools.bench import (
     allreduce,
     checkpoint,
-    figures,
     input,
     measure,
     models,
@@ -119,7 +118,7 @@ def test_order_of_arms_is_balanced():
 
 def test_ratios_and_differences_compare_values_of_one_round():
     series = {"base": {"ms": [4.0, 1.0, 2.0]}, "other": {"ms": [8.0, 2.0, 4.0]}}
-    found = figures.compare(series, "base", ("ratio", "more_ms"))["other"]
+    found = measure.compare(series, "base", ("ratio", "more_ms"))["other"]
     assert found["ms"]["median"] == 4.0
     assert (found["ratio"]["low"], found["ratio"]["high"]) == (2.0, 2.0)
     assert (found["more_ms"]["low"], found["more_ms"]["high"]) == (1.0, 4.0)

@@ -8,8 +8,7 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench import baseline
-from hpctrain.tools.bench.figures import Results, compare
-from hpctrain.tools.bench.measure import spell
+from hpctrain.tools.bench.measure import Results, compare, spell
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session

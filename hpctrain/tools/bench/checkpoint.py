@@ -21,8 +21,7 @@ from hpctrain.cluster.env_vars import RUN_DIR
 from hpctrain.cluster.memory import available
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
-from hpctrain.tools.bench.figures import Results, compare
-from hpctrain.tools.bench.measure import spell
+from hpctrain.tools.bench.measure import Results, compare, spell
 from hpctrain.tools.bench.turns import in_turns
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session

@@ -14,7 +14,7 @@ from typing import Any
 from hpctrain import data
 from hpctrain.data.shards.layouts import Source
 from hpctrain.errors import UsageError
-from hpctrain.tools.bench.figures import Results, compare
+from hpctrain.tools.bench.measure import Results, compare
 from hpctrain.tools.bench.turns import Times, finish, in_turns
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session

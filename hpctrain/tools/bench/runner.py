@@ -14,8 +14,7 @@ import torch
 from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools.bench import allreduce, checkpoint, input, step
-from hpctrain.tools.bench.figures import Results, rows
-from hpctrain.tools.bench.measure import facts, table
+from hpctrain.tools.bench.measure import Results, facts, rows, table
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from hpctrain.backends.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench import baseline, models
-from hpctrain.tools.bench.figures import Results, compare
-from hpctrain.tools.bench.measure import describe
+from hpctrain.tools.bench.measure import Results, compare, describe
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
