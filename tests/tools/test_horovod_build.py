@@ -15,7 +15,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools import horovod_build
-from hpctrain.tools.horovod_build import check, wheel
+from hpctrain.tools.horovod_build import wheel
 from hpctrain.tools.horovod_build.plan import (
     Cuda,
     Plan,
@@ -403,7 +403,7 @@ def test_trial_of_horovod_names_a_failing_rank_and_ends(tmp_path):
         "import os, time\nif os.environ['HOROVOD_RANK'] == '1': raise ImportError('_ZN5torch')\n"
         "time.sleep(1000)"
     )
-    facts, why = check.try_out({**os.environ, "PYTHONPATH": f"{tmp_path}:{TOP}"})
+    facts, why = horovod_build.try_out({**os.environ, "PYTHONPATH": f"{tmp_path}:{TOP}"})
     assert not facts
     assert "_ZN5torch" in why
 
@@ -446,7 +446,7 @@ def simulated(compiled, monkeypatch):
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(wheel, "run", run)
-    monkeypatch.setattr(check, "try_out", try_out)
+    monkeypatch.setattr(horovod_build, "try_out", try_out)
     return state
 
 
@@ -519,7 +519,7 @@ def test_horovod_build_never_imports_torch_or_horovod():
 def test_installed_horovod_works_with_this_torch(lacking):
     if importlib.util.find_spec("horovod") is None:
         lacking("horovod", "hpctrain horovod build --cpu --mpi")
-    facts, why = check.try_out(os.environ)
+    facts, why = horovod_build.try_out(os.environ)
     assert facts, why
     assert (facts["version"], facts["gloo"], facts["mpi"]) == ("0.28.1", True, True)
     assert facts["torch"] == ask_torch(os.environ).version
@@ -537,6 +537,6 @@ def test_wheel_built_from_the_package_index(tmp_path, lacking):
     site = tmp_path / "site"
     with zipfile.ZipFile(done.stdout.strip()) as archive:
         archive.extractall(site)
-    facts, why = check.try_out({**os.environ, "PYTHONPATH": f"{site}:{TOP}"})
+    facts, why = horovod_build.try_out({**os.environ, "PYTHONPATH": f"{site}:{TOP}"})
     assert facts, why
     assert (facts["gloo"], facts["mpi"], facts["nccl"]) == (True, False, False)

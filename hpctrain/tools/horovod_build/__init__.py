@@ -6,19 +6,35 @@ once for each combination of versions, and keeps the wheel in the cache.
 """
 
 import importlib.util
+import json
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import commands, env_vars
 from hpctrain.errors import HpctrainError
-from hpctrain.tools.horovod_build import check, wheel
+from hpctrain.tools.horovod_build import wheel
 from hpctrain.tools.horovod_build.plan import Plan, ask_torch, decide
 from hpctrain.tools.horovod_build.wheel import VERSION, PrintLine
 
-__all__ = ["build"]
+__all__ = ["build", "try_out"]
+
+_SECONDS = 240.0  # for two imports of torch, from a file system with a cold cache
+_SHOWN_LINES = 12
+_RANK = """
+import json, pathlib, torch, horovod, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), op=hvd.Sum, name="check").tolist()
+assert total == [3.0] * 3, f"the sum over two ranks is {total}, not 3"
+if hvd.rank() == 0:
+    built = json.loads(pathlib.Path(horovod.__file__).with_name("metadata.json").read_text())
+    print(json.dumps({"version": horovod.__version__, "torch": built.get("pytorch"),
+                      "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()),
+                      "nccl": bool(hvd.nccl_built())}))
+hvd.shutdown()
+"""
 
 
 def build(
@@ -62,7 +78,7 @@ def build(
         f"Horovod {VERSION} for torch {torch.version} on {device}; ranks connect over {over}"
     )
     if not wheel_only and importlib.util.find_spec("horovod") is not None:
-        wrong, facts = _try_out(plan, env)
+        wrong, facts = _examine(plan, env)
         if not wrong:
             print_line(f"the installed Horovod fits: {_described(facts)}")
             return None
@@ -73,9 +89,9 @@ def build(
     return path
 
 
-def _try_out(plan: Plan, env: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def _examine(plan: Plan, env: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return what is wrong with the installed Horovod ("" if nothing is), and its facts."""
-    facts, output = check.try_out(env)
+    facts, output = try_out(env)
     features = {"gloo": True, "mpi": bool(plan.mpi), "nccl": plan.cuda is not None}
     missing = [name for name, needed in features.items() if needed and not facts.get(name)]
     if not facts:
@@ -83,6 +99,28 @@ def _try_out(plan: Plan, env: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     if facts["torch"] != plan.torch.version:
         return f"was built for torch {facts['torch']}", facts
     return (f"has no {', '.join(missing)}" if missing else ""), facts
+
+
+def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Import Horovod in two ranks, and let them compute a sum over gloo.
+
+    Returns:
+        Facts and "": "version", the "torch" it was built for, and whether "gloo", "mpi" and "nccl"
+        are built in. After a failure, no facts and the last lines of the output.
+    """
+    command = [sys.executable, "-P", "-m", "hpctrain", "run", "--nproc-per-node", "2", "--"]
+    command += [sys.executable, "-P", "-c", _RANK]
+    # Here, and not on all hosts of a job.
+    here = {**env, env_vars.LAUNCHER: "none", "OMP_NUM_THREADS": "1"}
+    try:
+        done = commands.run(command, _SECONDS, here)
+    except commands.NoAnswerError as error:
+        return {}, f"\n    {error}"
+    facts = done.stdout.partition("{")[1:]  # after the number of the rank
+    if facts[0] and not done.returncode:
+        return json.JSONDecoder().raw_decode("".join(facts))[0], ""
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return {}, "".join(f"\n    {line[:300]}" for line in lines[-_SHOWN_LINES:])
 
 
 def _described(facts: Mapping[str, Any]) -> str:
@@ -111,7 +149,7 @@ def _install(path: Path, plan: Plan, env: Mapping[str, str], print_line: PrintLi
                     "python3 -m venv --system-site-packages VENV, and an hpctrain in it",
                     f"hpctrain horovod build --wheel-only, and pip install --user {path}",
                 )
-    wrong, facts = _try_out(plan, env)
+    wrong, facts = _examine(plan, env)
     if wrong:
         raise HpctrainError(
             "HT918",
