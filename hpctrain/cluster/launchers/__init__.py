@@ -154,7 +154,8 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
     job, point = detect_job(env), launcher.rendezvous_point(env, world)
     claims = launcher.claims(env)
     stray = checks.nameless(world, point) or checks.reset(world, env, process)
-    waste, named_by_user = None, bool(env.get(env_vars.LAUNCHER))
+    waste: UsageError | None = None
+    named_by_user = bool(env.get(env_vars.LAUNCHER))
     if not named_by_user:
         names = [other.name for other in others]
         stray = (
