@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from measure import outcomes, place
-from programs import BENCHMARKS
+from suite import BENCHMARKS
 
 from hpctrain.tools.bench.measure import table
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import named, outcomes
-from programs import BENCHMARKS
+from suite import BENCHMARKS
 
 from hpctrain.errors.codes import CODES
 from hpctrain.tools.bench.measure import rows

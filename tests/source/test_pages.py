@@ -28,7 +28,7 @@ def load(monkeypatch):
         monkeypatch.syspath_prepend(str(TOP / folder))
     before = set(sys.modules)
     yield importlib.import_module
-    for name in ("blocks", "tables", "programs", "measure", "results"):
+    for name in ("blocks", "tables", "suite", "measure", "results"):
         if name not in before:
             sys.modules.pop(name, None)
 

@@ -64,7 +64,7 @@ def test_some_benchmark_records_have_outcomes(modules):
 
 
 def test_every_benchmark_is_in_the_command_and_in_the_readme(modules):
-    table = importlib.import_module("programs").BENCHMARKS
+    table = importlib.import_module("suite").BENCHMARKS
     guard = 'if __name__ == "__main__":'
     programs = {name for name in modules if guard in (BENCHMARKS / f"{name}.py").read_text()}
     assert set(table) == programs
