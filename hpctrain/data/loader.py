@@ -90,22 +90,20 @@ class Loader:
 
 
 def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[Any]:
-    """Yield the batches; report the weight of each one first, if it is another one than before.
+    """Yield the batches; report the weight of each one first.
+
+    Each time, because another loader may have reported its own in between.
 
     Args:
         batches: micro-batches of this rank, and their weights.
         events: receives the weights.
     """
-    last = 1.0
     try:
         for batch, weight in batches:
-            if weight != last:
-                events.weight(weight)
-                last = weight
+            events.weight(weight)
             yield batch
     finally:
-        if last != 1.0:
-            events.weight(1.0)
+        events.weight(1.0)
 
 
 def evaluated(
