@@ -85,6 +85,8 @@ class Loader:
         if isinstance(sampler, EvaluationSampler):
             idle = sampler.idle if sampler.uneven else None
             return evaluated(self._events, batches, len(self), idle)
+        if not sampler.uneven:
+            return batches
         numbered = enumerate(batches)
         return weighed(((one, sampler.weight(number)) for number, one in numbered), self._events)
 

@@ -66,6 +66,11 @@ class TrainingSampler(Sampler[list[int]]):
         whole, rest = divmod(self.length, self.batches.global_batch)
         return whole + (rest > 0 and not self.drop_last)
 
+    @property
+    def uneven(self) -> bool:
+        """Whether the last step of an epoch has fewer samples than the others."""
+        return not self.drop_last and self.length % self.batches.global_batch > 0
+
     def weight(self, number: int) -> float:
         """Return the weight of a micro-batch: its samples / mean samples per micro-batch of a step.
 
@@ -74,7 +79,7 @@ class TrainingSampler(Sampler[list[int]]):
         """
         step, index = divmod(self.first + number, self.batches.accumulate)
         rest = self.length - step * self.batches.global_batch
-        if self.drop_last or rest >= self.batches.global_batch:
+        if rest >= self.batches.global_batch:
             return 1.0
         size, slots = self.batches.batch_size, self.batches.accumulate * self.world.world_size
         samples = min(max(rest - self._place(index) * size, 0), size)

@@ -7,7 +7,6 @@ import gc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -164,7 +163,8 @@ def attached(
 ) -> dict[str, LRScheduler]:
     """Return torch's schedulers of the optimizers, by name for a checkpoint.
 
-    An optimizer has no reference to its schedulers, so the garbage collector is used to find them.
+    An optimizer has no reference to its schedulers, so the garbage collector is used to find the
+    objects that refer to the optimizer.
 
     Args:
         optimizers: prepared optimizers.
@@ -179,31 +179,45 @@ def attached(
         found.clear()
         gc.collect()
         found = _outermost(optimizers)
-    elsewhere = set(map(id, excluded))
+    elsewhere = {id(scheduler) for scheduler in excluded}
+    found = [scheduler for scheduler in found if id(scheduler) not in elsewhere]
     named: dict[str, LRScheduler] = {}
-    for scheduler in found:
-        if id(scheduler) in elsewhere:
-            continue
-        name = f"{type(scheduler).__name__} of optimizer {optimizers.index(scheduler.optimizer)}"
-        if name in named:
-            raise UsageError(
-                "HT412",
-                f"two schedulers of the kind {type(scheduler).__name__} for one optimizer",
-                "schedulers of different kinds, or names for them",
-                'session.run(state={"warm-up": first, "decay": second})',
-            )
-        named[name] = scheduler
+    for number, optimizer in enumerate(optimizers):
+        for scheduler in found:
+            if scheduler.optimizer is optimizer:
+                name = f"{type(scheduler).__name__} of optimizer {number}"
+                if name in named:
+                    raise UsageError(
+                        "HT412",
+                        f"two schedulers of the kind {type(scheduler).__name__} for one optimizer",
+                        "schedulers of different kinds, or names for them",
+                        'session.run(state={"warm-up": first, "decay": second})',
+                    )
+                named[name] = scheduler
     return named
 
 
 def _outermost(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
     """Return the schedulers of the optimizers that are not part of another one."""
-    known = set(map(id, optimizers))
-    # Not isinstance, which reads the attribute __class__ of some objects.
-    every = (thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler))
-    found = [one for one in every if id(getattr(one, "optimizer", None)) in known]
+    found = _schedulers_of(optimizers)
     inside = {id(part) for scheduler in found for part in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in found if id(scheduler) not in inside]
+
+
+def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+    """Return the schedulers of the optimizers: objects with an optimizer as an attribute."""
+    referrers = gc.get_referrers(*optimizers)
+    dictionaries = [referrer for referrer in referrers if type(referrer) is dict]
+    if dictionaries:
+        referrers += gc.get_referrers(*dictionaries)
+    # Not isinstance, which reads the attribute __class__ of some objects.
+    found = {id(obj): obj for obj in referrers if issubclass(type(obj), LRScheduler)}
+    known = {id(optimizer) for optimizer in optimizers}
+    return [
+        scheduler
+        for scheduler in found.values()
+        if id(getattr(scheduler, "optimizer", None)) in known
+    ]
 
 
 def put_back_rates(scheduler: LRScheduler) -> None:
@@ -213,7 +227,10 @@ def put_back_rates(scheduler: LRScheduler) -> None:
     except AttributeError:  # a class of the user that does not keep its rates
         return
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
-        _set_rate(group, rate)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = float(rate)
 
 
 def apply(optimizers: Iterable[Optimizer], schedule: Schedule, step: int) -> None:
@@ -239,15 +256,9 @@ def apply(optimizers: Iterable[Optimizer], schedule: Schedule, step: int) -> Non
             if least:
                 low = base.clamp(max=least) if isinstance(base, Tensor) else min(base, least)
                 rate = low + (base - low) * factor
-            _set_rate(group, rate)
-
-
-def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
-    """Set the rate of a group; a tensor is changed in place, without waiting for its device."""
-    lr = group["lr"]
-    if not isinstance(lr, Tensor):
-        group["lr"] = float(rate)
-    elif isinstance(rate, Tensor):
-        lr.copy_(rate)
-    else:
-        lr.fill_(rate)
+            if not isinstance(lr, Tensor):
+                group["lr"] = rate
+            elif isinstance(rate, Tensor):
+                lr.copy_(rate)
+            else:
+                lr.fill_(rate)

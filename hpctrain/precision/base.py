@@ -64,6 +64,7 @@ class Precision:
         self.scaler = (
             LossScaler(device, scale, settings.world_size) if scale not in (None, 1) else None
         )
+        self._as_it_is = nullcontext()
 
     @property
     def requires_synced_skip(self) -> bool:
@@ -114,7 +115,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for the forward pass and the loss."""
-        return nullcontext()
+        return self._as_it_is
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
         """Run the backward pass of a micro-batch, with the keywords of `Tensor.backward`.

@@ -42,7 +42,8 @@ def imported(tree):
 @functools.cache
 def defined_in(module):
     path = TOP / module.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"
+    path = package if package.exists() else path.with_suffix(".py")
     return set(defined(ast.parse(path.read_text())))
 
 

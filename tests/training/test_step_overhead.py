@@ -17,7 +17,7 @@ from battery import images, small_model
 from torch import nn
 
 import hpctrain
-from hpctrain.cluster import entry_points
+from hpctrain.cluster import entry_points, launchers
 
 PACKAGE = str(Path(hpctrain.__file__).parent)
 INSIDE = f"{PACKAGE}/*"
@@ -100,6 +100,7 @@ def count_calls_of_a_start():
     # What depends on the machine: the modules beside a script, and the installed packages.
     vars(sys.modules["__main__"]).pop("__file__", None)
     entry_points.found(entry_points.LAUNCHERS)
+    launchers.survey({})
     training = steps("fp32", warm_up=0)
     with count_package_calls() as take:
         next(training)

@@ -137,10 +137,12 @@ class Watchdog:
             part.close()
             if helper is not None:
                 helper.send_signal(WAKE)
-                end = threading.Thread(target=helper.wait, name="watchdog's end", daemon=True)
-                end.start()
                 if self._alone:  # else other ranks of the host may stay in the run
-                    end.join(_SECONDS_TO_LEAVE)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        helper.wait(_SECONDS_TO_LEAVE)
+                # No thread can start in an interpreter that ends.
+                if helper.poll() is None:
+                    threading.Thread(target=helper.wait, daemon=True).start()
 
 
 def _start(path: Path) -> "subprocess.Popen[bytes]":
