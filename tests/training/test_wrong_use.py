@@ -223,3 +223,24 @@ def test_consistency_check_refuses_hosts_with_different_data(lengths, classes, f
         assert found in result.found
         assert "find PATH" in result.fixes[0]
     ranks.values(ranks.run(3, train_with_own_data, (24, 24, 24), [["a", "b"]] * 3, "run"))
+
+
+LEFT_OPEN = """
+import hpctrain
+
+def steps():
+    with hpctrain.Session(batch_size=1, max_steps=9) as session:
+        with session.run(name="left") as run:
+            yield from run.steps(9)
+
+training = steps()
+next(training)
+"""
+
+
+@pytest.mark.e2e
+def test_script_that_leaves_a_run_open_ends(tmp_path):
+    """Let the interpreter close a run in a generator, where it starts no threads any more."""
+    (tmp_path / "train.py").write_text(LEFT_OPEN)
+    done = launches.start([sys.executable, "train.py"], tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
