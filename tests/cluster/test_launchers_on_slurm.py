@@ -56,6 +56,29 @@ def test_mpirun_in_a_job_has_ranks_on_all_hosts(
     check_ranks(log, launcher, number)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "srun hpctrain explain",
+        "mpirun.openmpi --allow-run-as-root -np 4 hpctrain explain",
+        "hpctrain run -m hpctrain explain",
+    ],
+    ids=["srun", "mpirun", "hpctrain run"],
+)
+@pytest.mark.slow
+def test_explain_of_the_ranks_of_a_job_is_one_table(cluster, tmp_path, lacking, command):
+    if shutil.which(command.split()[0]) is None and "mpirun" in command:
+        lacking("openmpi", "no mpirun.openmpi here")
+    _, code, log = run_job(cluster, tmp_path, command)
+    assert code == 0, log
+    assert log.count("launcher  ") == 1, log
+    lines = [line.removeprefix("0: ") for line in log.splitlines()]
+    rows = [line.split() for line in lines[lines.index("ranks:") + 2 :]]
+    assert [
+        (int(rank), int(local), host) for rank, host, _, local, *_ in rows if rank.isdigit()
+    ] == [(rank, local, host) for rank, local, _, host in PLACES], log
+
+
 TORCHRUN = (
     "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID "
     "--rdzv-endpoint=node1:29501"
