@@ -58,7 +58,7 @@ def tracked_files():
 def test_top_level_folder_holds_known_files_only():
     expected = {"setup.cfg", "setup.py", "README.md", "hpctrain", "sbatch", "tests", "examples"}
     expected |= {"docs", "benchmarks", "containers", "LICENSE", "CHANGELOG.md"}
-    expected |= {"CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"}
+    expected |= {"CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "llms.txt"}
     found = {path.relative_to(TOP).parts[0] for path in tracked_files()}
     assert {name for name in found if not name.startswith(".")} == expected
 
@@ -66,8 +66,15 @@ def test_top_level_folder_holds_known_files_only():
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
+def test_every_page_is_in_the_index_and_in_llms_txt():
+    pages = {path.name for path in tracked_files() if path.parent == TOP / "docs"} - {"README.md"}
+    index = {Path(link).name for link in LINK.findall((TOP / "docs" / "README.md").read_text())}
+    known = {Path(link).name for link in LINK.findall((TOP / "llms.txt").read_text())}
+    assert pages - index == pages - known == set()
+
+
 def test_links_between_pages_have_a_target():
-    pages = [path for path in tracked_files() if path.suffix == ".md"]
+    pages = [path for path in tracked_files() if path.suffix == ".md" or path.name == "llms.txt"]
     assert len(pages) > 3
     dead = [
         f"{page.relative_to(TOP)}: {target}"
