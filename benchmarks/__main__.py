@@ -1,12 +1,13 @@
 """Run all benchmarks in turn, each in its own process, and print one table at the end.
 
-    python benchmarks [--only NAME …] [--quick | --gpu] [--save DIR]
+    python benchmarks [--only NAME …] [--quick | --check | --gpu] [--save DIR]
 
 A benchmark that cannot run on this machine is left out, and the reason is printed. `--quick` takes
 the fewest rounds that give a spread: it checks that all benchmarks work, and its figures are of no
-use. `--save DIR` writes the results of each benchmark to DIR/NAME.json, with machine, date,
-versions and commit. `python benchmarks/pages` makes the figures of README.md from
-benchmarks/results.
+use. `--check` takes as few, and compares the figures that have a target with the kept results of
+the same kind of machine: it prints what got worse by more than the noise. `--save DIR` writes the
+results of each benchmark to DIR/NAME.json, with machine, date, versions and commit. `python
+benchmarks/pages` makes the figures of README.md from benchmarks/results.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import outcomes, place
+from measure import changes, outcomes, place
 from suite import BENCHMARKS
 
 from hpctrain.tools.bench.measure import table
@@ -26,13 +27,14 @@ from hpctrain.tools.bench.measure import table
 HERE = Path(__file__).resolve().parent
 
 
-def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
+def run(name: str, options: list[str], folder: Path, check: bool) -> list[tuple[str, ...]]:
     """Run one benchmark, which prints its own output, and return its rows of the table.
 
     Args:
         name: key of BENCHMARKS.
         options: command line options of the benchmark.
         folder: folder for its record.
+        check: whether the rows compare it with the kept record.
     """
     if reason := BENCHMARKS[name].unavailable():
         print(f"== {name}: left out: {reason}\n", flush=True)
@@ -45,7 +47,10 @@ def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
     print(f"== {time.monotonic() - begun:.0f} s\n", flush=True)
     if done.returncode or not path.exists():
         return [(name, "", "", "", f"failed, exit code {done.returncode}")]
-    rows = list(outcomes(json.loads(path.read_text())))
+    record, kept = json.loads(path.read_text()), HERE / "results" / path.name
+    if check and not kept.exists():
+        return [(name, "", "", "", "no kept results")]
+    rows = list(changes(json.loads(kept.read_text()), record) if check else outcomes(record))
     return [(name, *row) for row in rows] or [(name, "", "", "", "no target")]
 
 
@@ -59,6 +64,7 @@ def main() -> int:
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="few rounds, no usable figures")
+    size.add_argument("--check", action="store_true", help="few rounds, beside the kept results")
     size.add_argument("--gpu", action="store_true", help="only benchmarks for GPUs, some minutes")
     parser.add_argument(
         "--save", metavar="DIR", type=place, help="write each record to DIR/NAME.json"
@@ -69,13 +75,15 @@ def main() -> int:
         folder = Path(arguments.save or temporary)
         for name in arguments.only or BENCHMARKS:
             benchmark = BENCHMARKS[name]
-            options = benchmark.quick if arguments.quick else ""
+            options = benchmark.quick if arguments.quick or arguments.check else ""
             if arguments.gpu:
                 if benchmark.gpu is None:
                     continue
                 options = benchmark.gpu
-            rows += run(name, shlex.split(options), folder)
+            rows += run(name, shlex.split(options), folder, arguments.check)
     head = ("benchmark", "of what", "median [95 % interval]", "target", "outcome")
+    if arguments.check:
+        head = ("benchmark", "of what", "kept", "now", "change")
     print(table([head, *rows]))
     return any(row[-1].startswith("failed") for row in rows)
 

@@ -13,7 +13,17 @@ from typing import Any
 
 from hpctrain.tools.bench import measure
 
-__all__ = ["add_save", "commit", "facts", "named", "outcome", "outcomes", "place", "save"]
+__all__ = [
+    "add_save",
+    "changes",
+    "commit",
+    "facts",
+    "named",
+    "outcome",
+    "outcomes",
+    "place",
+    "save",
+]
 
 _TOP = Path(__file__).resolve().parent.parent
 # Folders of the results from which the pages are made.
@@ -45,6 +55,32 @@ def outcomes(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             subject = f"{name}, {key}" if len(targets) > 1 else name
             limit = target["limit"] + _UNITS.get(key.rpartition("_")[2], "")
             yield subject, measure.describe(arm[key], form), limit, target["outcome"]
+
+
+def changes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield what has changed in the figures that have a target: its subject, before, now, a word.
+
+    The word is "worse" or "better" if the intervals do not overlap, else "as before".
+
+    Args:
+        kept: record in `benchmarks/results`.
+        now: record of a new run, perhaps a short one.
+    """
+    if any(kept["machine"][name] != now["machine"][name] for name in ("cpu", "cores")):
+        yield kept["benchmark"], "", "", f"kept on another machine: {kept['machine']['cpu']}"
+        return
+    old = dict(measure.arms(named(kept)))
+    for name, arm in measure.arms(named(now)):
+        for key, target in arm.get("targets", {}).items():
+            if key not in old.get(name, {}):
+                continue  # a short run may have other sizes
+            before, after = old[name][key], arm[key]
+            more, less = after["low"] > before["high"], after["high"] < before["low"]
+            worse, better = (more, less) if target["limit"][0] == "≤" else (less, more)
+            form = ".3f" if abs(before["median"]) < 10 else ".1f"
+            figures = (measure.describe(one, form) for one in (before, after))
+            word = "worse" if worse else "better" if better else "as before"
+            yield f"{name}, {key}", *figures, word
 
 
 def facts(packages: Sequence[str]) -> dict[str, Any]:

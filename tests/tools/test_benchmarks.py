@@ -88,6 +88,33 @@ def test_targets_are_judged_on_both_sides_and_by_their_interval(modules):
     assert arm["targets"]["ratio"]["outcome"] == "met, within the noise"
 
 
+@pytest.mark.parametrize(
+    ("limit", "now", "change"),
+    [
+        ("≤ 1.02", (1.10, 1.05, 1.15), "worse"),
+        ("≤ 1.02", (1.02, 0.99, 1.05), "as before"),
+        ("≤ 1.02", (0.90, 0.80, 0.95), "better"),
+        ("≥ 0.99", (0.90, 0.80, 0.95), "worse"),
+        ("≥ 0.99", (1.10, 1.05, 1.15), "better"),
+    ],
+)
+def test_check_tells_what_got_worse_by_more_than_its_noise(modules, limit, now, change):
+    from measure import changes
+
+    def record(median, low, high, cores=2):
+        figure = {"median": median, "low": low, "high": high, "count": 9}
+        arm = {"ratio": figure, "targets": {"ratio": {"limit": limit, "outcome": "met"}}}
+        machine = {"cpu": "AMD EPYC", "cores": cores}
+        return {"benchmark": "step", "machine": machine, "results": {"hpctrain": arm}}
+
+    kept = record(1.0, 0.98, 1.02)
+    ((subject, before, after, word),) = changes(kept, record(*now))
+    assert (subject, word) == ("hpctrain, ratio", change)
+    assert (before[:5], after[:5]) == ("1.000", f"{now[0]:.3f}")
+    ((_, _, _, other),) = changes(kept, record(*now, cores=64))
+    assert other == "kept on another machine: AMD EPYC"
+
+
 @pytest.mark.e2e
 def test_benchmarks_command_runs_one_and_prints_its_outcomes(tmp_path):
     done = subprocess.run(
@@ -99,3 +126,8 @@ def test_benchmarks_command_runs_one_and_prints_its_outcomes(tmp_path):
     assert record["machine"]["cores"] > 0
     table = done.stdout.split("outcome\n")[-1]
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["hostlist"] * 3
+    command = [sys.executable, BENCHMARKS, "--check", "--only", "hostlist"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:1] for line in done.stdout.splitlines()[-3:]] == [["hostlist"]] * 3
+    assert "change" in done.stdout
