@@ -38,6 +38,19 @@ COMMANDS = {
     "shards": "write folders of images to a few large files",
 }
 
+# What `hpctrain` alone prints.
+_FIRST = """\
+usage: hpctrain COMMAND …; the first ones to know:
+
+  hpctrain doctor                                         check this machine
+  hpctrain run --nproc-per-node 2 train.py                start two ranks here
+  hpctrain submit --nodes 2 --time 1h -- python train.py  submit a job to Slurm
+  hpctrain status                                         your jobs and runs
+  hpctrain lint job.sh                                    find errors in a batch script
+
+hpctrain --help lists all commands, hpctrain COMMAND --help their options.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Parser that suggests an option similar to an unknown one."""
@@ -70,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given:
+        sys.stderr.write(_FIRST)
+        return 2
     parser = _Parser(
         prog="hpctrain",
         description="One PyTorch training script, unchanged, under every launcher.",

@@ -58,7 +58,16 @@ def test_help_names_every_command_and_each_has_its_own_help(capsys):
         assert f"usage: hpctrain {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["explain", "--no-such-option"]])
+def test_hpctrain_alone_shows_the_first_commands(capsys):
+    assert main([]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("usage: hpctrain COMMAND")
+    shown = [line.split()[1] for line in lines if line.startswith("  hpctrain ")]
+    assert len(shown) == 5
+    assert {*shown} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["explain", "--no-such-option"]])
 def test_wrong_use_exits_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
