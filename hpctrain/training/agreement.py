@@ -100,7 +100,7 @@ class Agreement:
 
     def _doing(self, step: int, epoch: int) -> str:
         """Describe what this rank does, for error messages; the same on all ranks."""
-        return f"step {step} of epoch {epoch}, logged {self._metrics.waiting()}"
+        return f"step {step} of epoch {epoch + 1}, logged {self._metrics.waiting()}"
 
     def _act_on(self, sums: Mapping[str, float], step: int, epoch: int) -> bool:
         """Act on the sums, in the same way on all ranks; return whether a checkpoint is due."""

@@ -46,7 +46,7 @@ def begin(
         length = shared.steps
         loader = shared if inner is loader else loader  # a bar has it inside
     steps = "some" if length is None else length
-    meet(context.backend, f"the batches of epoch {epoch}, {steps} steps", events)
+    meet(context.backend, f"the batches of epoch {epoch + 1}, {steps} steps", events)
     iterator = begin_epoch(loader, context.placement, first)
     if shared is None:
         return iterator, length
@@ -65,7 +65,7 @@ def _share(
         inner: what is in the loader, if it is a tqdm bar, else the loader.
         context, epoch, first, state: as for `begin`.
     """
-    doing = f"the batches of epoch {epoch} of a loader of the script"
+    doing = f"the batches of epoch {epoch + 1} of a loader of the script"
     meet(context.backend, doing, context.events)
     shared = context.share(inner)
     own_loaders.check_own(shared.source, context.options, context.batches, shared.parts)

@@ -237,7 +237,7 @@ class Run:
             if self.step == before and self._epochs is None and not self._batches:
                 raise UsageError(
                     "HT614",
-                    f"epoch {self.epoch} had no batch, so --max-steps {options.max_steps} is "
+                    f"epoch {self.epoch + 1} had no batch, so --max-steps {options.max_steps} is "
                     "never reached",
                     "run.batches(loader) over a loader with samples",
                 )
@@ -245,7 +245,7 @@ class Run:
             if self.step == before and seen and self._context.optimizers:
                 raise UsageError(
                     "HT605",
-                    f"{seen} batches of epoch {self.epoch}, and no optimizer step",
+                    f"{seen} batches of epoch {self.epoch + 1}, and no optimizer step",
                     "steps of a prepared optimizer, by which the run counts",
                     "session.step(loss)",
                     "session.backward(loss), then optimizer.step() of an optimizer that was given "
@@ -280,7 +280,7 @@ class Run:
         if self._begun:
             raise UsageError(
                 "HT605",
-                f"run.batches() for the second time in epoch {self.epoch}",
+                f"run.batches() for the second time in epoch {self.epoch + 1}",
                 "once in each epoch, as the position in the epoch is that of one loader",
                 "for epoch in run.epochs(): for batch in run.batches(loader): …",
             )
@@ -446,7 +446,7 @@ class Run:
                 "%d micro-batches of an incomplete step are left out, as epoch %d or its loop "
                 "ended there",
                 dropped,
-                self.epoch,
+                self.epoch + 1,
             )
 
     def _stop_here(self) -> None:

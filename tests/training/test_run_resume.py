@@ -578,7 +578,7 @@ def call_batches_twice():
 
 def test_second_batches_in_an_epoch_is_refused():
     (result,) = ranks.run(1, call_batches_twice)
-    assert "run.batches() for the second time in epoch 0" in str(result)
+    assert "run.batches() for the second time in epoch 1" in str(result)
 
 
 class UnloadableState:
