@@ -85,27 +85,37 @@ class Loader:
         if isinstance(sampler, EvaluationSampler):
             idle = sampler.idle if sampler.uneven else None
             return evaluated(self._events, batches, len(self), idle)
-        if not sampler.uneven:
-            return batches
-        numbered = enumerate(batches)
-        return weighed(((one, sampler.weight(number)) for number, one in numbered), self._events)
+        return self._weighed(sampler, batches) if sampler.uneven else batches
+
+    def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches; report the weight of each batch first."""
+        try:
+            for number, batch in enumerate(batches):
+                self._events.weight(sampler.weight(number))
+                yield batch
+        finally:
+            self._events.weight(1.0)
 
 
 def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[Any]:
-    """Yield the batches; report the weight of each one first.
+    """Yield the batches; report the weight of each one first, if it is another one than before.
 
-    Each time, because another loader may have reported its own in between.
+    Only then, because a loader of the session may be inside, which reports its own.
 
     Args:
         batches: micro-batches of this rank, and their weights.
         events: receives the weights.
     """
+    last = 1.0
     try:
         for batch, weight in batches:
-            events.weight(weight)
+            if weight != last:
+                events.weight(weight)
+                last = weight
             yield batch
     finally:
-        events.weight(1.0)
+        if last != 1.0:
+            events.weight(1.0)
 
 
 def evaluated(

@@ -28,9 +28,7 @@ from hpctrain.data import (
     load,
 )
 from hpctrain.data.feed import Placement, feed
-from hpctrain.data.loader import weighed
 from hpctrain.errors import UsageError
-from hpctrain.process.events import Events
 from hpctrain.process.pytree import map_tensors
 
 CARRIED = Path(data.__file__).parent / "digits"
@@ -611,12 +609,3 @@ def test_data_sets_without_augmentation_are_not_seeded():
     quiet = Noisy()
     quiet.random = False
     assert not augmentation.draws(quiet)
-
-
-def test_weight_of_another_loader_lasts_for_its_own_batch_only():
-    reported = []
-    events = Events(weight=reported.append)
-    whole = weighed([("a", 1.0), ("b", 1.0)], events)
-    uneven = weighed([("c", 0.5)], events)
-    assert (next(whole), next(uneven), next(whole)) == ("a", "c", "b")
-    assert reported == [1.0, 0.5, 1.0]
