@@ -245,6 +245,7 @@ TABLES: dict[str, Table] = {
     "parity": parity,
     "chaos": functools.partial(recorded_baseline, "chaos"),
     "restarts": functools.partial(recorded_baseline, "restarts"),
+    "ten minutes": functools.partial(recorded_baseline, "ten_minutes"),
     "mixed faults": functools.partial(recorded_baseline, "mixed_faults"),
     "repeats": functools.partial(recorded_baseline, "repeats"),
     "by launcher": functools.partial(recorded_baseline, "by_launcher"),
