@@ -11,16 +11,18 @@ from typing import NamedTuple
 
 __all__ = ["Command", "Shell", "Variable", "plain"]
 
-_GROUP = r"\([^()]*+\)"
+_GROUP = r"\([^()]*\)"
 for _ in range(3):
-    _GROUP = rf"\((?:[^()]++|{_GROUP})*+\)"
+    _GROUP = rf"\((?:[^()]|{_GROUP})*\)"
 # Substitutions and arithmetic, arrays, and backticks.
 _WHOLE = re.compile(rf"[$<>]{_GROUP}|(?<=[\w+\]]=){_GROUP}|`[^`\n]*`")
-# A command with the comment and the operator behind it. A quote as an operator is never closed.
+# A command with the comment and the operator behind it. A quote as an operator is never closed. The
+# lookahead takes as much as it can and gives nothing back. *+ would, but Python before 3.11.5 then
+# finds wrong groups, so no part of a pattern here fits the same text in two ways.
 _COMMAND = re.compile(
     rf"""
-    ( (?: \\. | '[^']*' | "(?:\\.|{_WHOLE.pattern}|[^"\\])*+" | {_WHOLE.pattern}
-        | &> | [<>]+[&|]? | (?<=[^\s;&|()])\# | [^;&|()<>'"\\\n\#] )*+ )
+    (?= ( (?: \\. | '[^']*' | "(?:\\.|{_WHOLE.pattern}|(?!{_WHOLE.pattern})[^"\\])*"
+        | {_WHOLE.pattern} | &> | [<>]+[&|]? | (?<=[^\s;&|()])\# | [^;&|()<>'"\\\n\#] )* ) ) \1
     ( \#[^\n]* )?
     ( ;;&? | ;& | && | \|[|&]? | [;&()\n'"\\] | \Z )
     """,
