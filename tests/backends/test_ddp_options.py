@@ -23,7 +23,7 @@ def train_variants(variants):
             start, kind = weights(model), next(model.parameters()).dtype
             generator = torch.Generator().manual_seed(session.world.rank)
             for _ in range(6 * session.batches.accumulate):
-                x = torch.randn(2, 64, generator=generator, dtype=kind)
+                x = torch.randn(2, 64, generator=generator, dtype=kind).to(session.device)
                 session.step(model(x).square().mean())
             settings = model.gradient_as_bucket_view, model.static_graph, model.bucket_bytes_cap
             found.append((weights(model) - start, settings))
@@ -34,8 +34,8 @@ def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def train_on_all_ranks(*variants):
-    results = ranks.values(ranks.run(3, train_variants, variants))
+def train_on_all_ranks(*variants, run=ranks.run):
+    results = ranks.values(run(3, train_variants, variants))
     for found in results:
         for (change, _), (expected, _) in zip(found, results[0], strict=True):
             assert torch.equal(change, expected)
@@ -51,11 +51,12 @@ def test_gradient_as_bucket_view_is_bit_equal_to_copies():
     assert torch.equal(views, copies)
 
 
-def test_bucket_size_and_static_graph_change_only_the_order_of_sums():
+def test_bucket_size_and_static_graph_change_only_the_order_of_sums(run=ranks.run):
     found = train_on_all_ranks(
         {"precision": "fp64"},
         {"precision": "fp64", "ddp_bucket_mb": 0.1},
         {"precision": "fp64", "ddp_static_graph": True},
+        run=run,
     )
     mib = 2**20
     assert [settings[1:] for _, settings in found] == [
@@ -72,10 +73,10 @@ def test_bucket_size_and_static_graph_change_only_the_order_of_sums():
 COARSE = {"fp16": 2**-10, "bf16": 2**-7, "powersgd": 0.5}
 
 
-def test_ddp_compression_is_equal_on_all_ranks_and_repeatable():
+def test_ddp_compression_is_equal_on_all_ranks_and_repeatable(run=ranks.run):
     more = {"powersgd": {"ddp_powersgd_start": 3, "ddp_powersgd_rank": 2}}
     variants = [{"ddp_compression": name, **more.get(name, {})} for name in COARSE]
-    (plain, _), *found = train_on_all_ranks({}, *variants, *variants)
+    (plain, _), *found = train_on_all_ranks({}, *variants, *variants, run=run)
     for number, limit in enumerate(COARSE.values()):
         (first, _), (again, _) = found[number], found[number + len(COARSE)]
         assert torch.equal(first, again)

@@ -6,6 +6,8 @@ import battery
 import pytest
 import ranks
 import test_backends
+import test_ddp_options
+import test_precisions
 import torch
 from battery import session
 from on_gpu import visible
@@ -80,6 +82,19 @@ def test_deterministic_dropout_over_nccl_is_equal_for_every_world_size(nccl, tmp
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_over_nccl_trains_with_equal_weights_on_all_ranks(nccl, precision, clip):
     test_backends.test_every_precision_trains_with_equal_weights_on_all_ranks(nccl, precision, clip)
+
+
+@pytest.mark.parametrize("name", ["fp16", "O2"])
+def test_overflow_on_one_rank_over_nccl_is_skipped_by_all(nccl, name):
+    test_precisions.test_overflow_on_one_rank_is_skipped_by_all(nccl, name)
+
+
+def test_bucket_size_and_static_graph_over_nccl_change_only_the_order_of_sums(nccl):
+    test_ddp_options.test_bucket_size_and_static_graph_change_only_the_order_of_sums(nccl)
+
+
+def test_ddp_compression_over_nccl_is_equal_on_all_ranks_and_repeatable(nccl):
+    test_ddp_options.test_ddp_compression_is_equal_on_all_ranks_and_repeatable(nccl)
 
 
 def test_second_session_over_nccl(nccl):

@@ -26,13 +26,21 @@ def run(
 ) -> list[Any]:
     """Run `ranks.run` with time for CUDA to start; return the results on the host.
 
+    Over NCCL the others wait for a rank that was killed, until their launcher ends them.
+
     Args:
         size: ranks.
         function, arguments, layout, timeout, env: as of `ranks.run`; the GPUs are those that this
             process sees.
     """
     more = {CUDA: ",".join(visible()), **(env or {})}
-    return run_ranks(size, _on_host, function, *arguments, layout=layout, timeout=timeout, env=more)
+    return run_ranks(
+        *(size, _on_host, function, *arguments),
+        layout=layout,
+        timeout=timeout,
+        env=more,
+        kill_rest=True,
+    )
 
 
 def _on_host(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -48,6 +48,7 @@ def run(
     timeout: float = 180.0,
     absent: Sequence[int] = (),
     env: dict[str, str] | None = None,
+    kill_rest: bool = False,
 ) -> list[Any]:
     """Run a function of a test module on each rank; return its results, or exceptions, by rank.
 
@@ -60,6 +61,7 @@ def run(
         timeout: seconds; ranks that are left then are killed and the test fails.
         absent: ranks that are never started.
         env: more variables for all ranks.
+        kill_rest: whether a rank that ends without a result ends the others, as launchers do.
     """
     # OpenMP reads this when it is loaded: in the server, or at the start of a rank.
     with _STARTING, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
@@ -89,7 +91,8 @@ def run(
                 pipes[rank], processes[rank] = receiver, process
             rank += 1
     try:
-        return _collect(size, pipes, time.monotonic() + timeout)
+        victims = list(processes.values()) if kill_rest else []
+        return _collect(size, pipes, time.monotonic() + timeout, victims)
     finally:
         for process in processes.values():
             process.join(5)
@@ -101,7 +104,9 @@ def run(
             pipe.close()
 
 
-def _collect(size: int, pipes: dict[int, Any], deadline: float) -> list[Any]:
+def _collect(
+    size: int, pipes: dict[int, Any], deadline: float, victims: Sequence[Any]
+) -> list[Any]:
     results: list[Any] = [None] * size
     waiting = dict(pipes)
     while waiting:
@@ -115,6 +120,8 @@ def _collect(size: int, pipes: dict[int, Any], deadline: float) -> list[Any]:
                 results[rank] = pickle.loads(waiting[rank].recv_bytes())
             except EOFError:
                 results[rank] = RuntimeError("the process ended without a result")
+                for process in victims:
+                    process.kill()
             del waiting[rank]
     return results
 

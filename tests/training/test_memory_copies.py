@@ -1,7 +1,6 @@
 """Copies of the state in the memory of the hosts: the next attempt goes on from the newest one."""
 
 import importlib.util
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,34 +13,12 @@ import survivor
 from hpctrain import rundir
 from hpctrain.checkpoint import open_checkpoint
 from hpctrain.errors import exit_codes
-from hpctrain.process import shared_memory
 from hpctrain.training import memory_copies
 
-# Rank 2 is on a host of its own. On the disk are the ends of the epochs: steps 8, 16 and 24.
-HOSTS = (2, 1)
-EVERY = ("--memory-checkpoint-every", "3", "--checkpoint-every", "1000")
+# On the disk are the ends of the epochs: steps 8, 16 and 24.
+EVERY = faults.IN_MEMORY
 # At step 14, both hosts have the copy of step 12. Rank 1 does not write that of its host.
 KILLED = ("copied=12@14:rank1", "kill@14:rank1")
-
-
-@pytest.fixture
-def memory():
-    """Return the folder of a launch in /dev/shm."""
-    folder = shared_memory.folder_of(f"test-{os.getpid()}")
-    yield folder
-    shared_memory.remove(folder)
-
-
-@pytest.fixture
-def attempt(memory):
-    """Return a function that starts an attempt of the launch; see `faults.start`."""
-
-    def attempt(number, *options, hurt=(), layout=HOSTS, **more):
-        env = {"HPCTRAIN_MEMORY": str(memory), "HPCTRAIN_START": f"launch/{number}"}
-        options = (*EVERY, *options)
-        return faults.start(sum(layout), *options, hurt=hurt, env=env, layout=layout, **more)
-
-    return attempt
 
 
 @pytest.fixture
