@@ -90,7 +90,7 @@ def test_missing_or_strange_slurm_gives_no_job_state(fake, tmp_path):
 
 
 def test_slow_slurm_gives_no_job_state(fake, monkeypatch):
-    monkeypatch.setattr("hpctrain.cluster.slurm.SECONDS_TO_ANSWER", 0.2)
+    monkeypatch.setattr("hpctrain.cluster.slurm.asking.SECONDS_TO_ANSWER", 0.2)
     fake.command("scontrol", more="exec sleep 20")
     fake.command("squeue", more="exec sleep 20")
     start = time.monotonic()

@@ -1,0 +1,37 @@
+"""Commands of Slurm: what they print, and what a missing or late answer raises."""
+
+from collections.abc import Mapping, Sequence
+
+from hpctrain.cluster.commands import NoAnswerError, run
+
+SECONDS_TO_ANSWER = 10.0
+
+
+def ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = None) -> str:
+    """Run a command and return its standard output.
+
+    Args:
+        argv: command and its arguments.
+        env: environment of the command.
+        seconds: timeout in seconds (default: 10).
+
+    Raises:
+        NoAnswerError: the command is missing, took too long, or failed; the text has its standard
+            error.
+    """
+    # SQUEUE_STATES and similar variables, set by the user for lists, would filter the output.
+    clean = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
+    done = run(argv, seconds or SECONDS_TO_ANSWER, clean)
+    if done.returncode:
+        message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise NoAnswerError(f"{argv[0]}: {message}")
+    return done.stdout
+
+
+def exit_code(text: str) -> int:
+    """Return the exit code from the status of wait(2), or from CODE:SIGNAL (Slurm 24.11)."""
+    if ":" in text:
+        code, signal = map(int, text.split(":"))
+    else:
+        code, signal = int(text) >> 8 & 0xFF, int(text) & 0x7F
+    return code or (128 + signal if signal else 0)
