@@ -90,11 +90,11 @@ def test_overflow_on_one_rank_over_nccl_is_skipped_by_all(nccl, name):
 
 
 def test_bucket_size_and_static_graph_over_nccl_change_only_the_order_of_sums(nccl):
-    test_ddp_options.test_bucket_size_and_static_graph_change_only_the_order_of_sums(nccl)
+    test_ddp_options.check_order_of_sums(nccl)
 
 
 def test_ddp_compression_over_nccl_is_equal_on_all_ranks_and_repeatable(nccl):
-    test_ddp_options.test_ddp_compression_is_equal_on_all_ranks_and_repeatable(nccl)
+    test_ddp_options.check_compression(nccl)
 
 
 def test_second_session_over_nccl(nccl):
