@@ -1,9 +1,10 @@
-"""Write the tables of the pages from result files, or report which pages differ from them.
+"""Write tables and pictures of the pages from result files, or report which differ from them.
 
     python benchmarks/pages [--check]
 
 A table is in a page between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is a key
-of `tables.TABLES`. The rest of a page is written manually and contains no measured figure.
+of `tables.TABLES`. The rest of a page is written manually and contains no measured figure. The
+pictures of docs/benchmarks.md are those of `charts.CHARTS`; matplotlib draws them.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import blocks
+import charts
 
 TOP = Path(__file__).resolve().parent.parent.parent
 
@@ -20,7 +22,7 @@ TOP = Path(__file__).resolve().parent.parent.parent
 def main() -> int:
     """Write or compare the pages; return 1 if a page differs with --check."""
     parser = argparse.ArgumentParser(
-        prog=blocks.COMMAND, description="Write the tables of the pages from result files."
+        prog=blocks.COMMAND, description="Write tables and pictures of the pages."
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 on a difference"
@@ -31,9 +33,15 @@ def main() -> int:
         print(f"{path.relative_to(TOP)}: {'differs from its results' if check else 'written'}")
         if not check:
             path.write_text(text)
-    if check and differing:
+    old = charts.differing(TOP)
+    for path in (charts.path(name, TOP) for name in old):
+        print(f"{path.relative_to(TOP)}: {'differs from its results' if check else 'written'}")
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(charts.draw(path.stem, TOP))
+    if check and (differing or old):
         print(f"fix: {blocks.COMMAND}")
-    return bool(check and differing)
+    return bool(check and (differing or old))
 
 
 if __name__ == "__main__":

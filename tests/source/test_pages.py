@@ -28,7 +28,7 @@ def load(monkeypatch):
         monkeypatch.syspath_prepend(str(TOP / folder))
     before = set(sys.modules)
     yield importlib.import_module
-    for name in ("blocks", "tables", "suite", "measure", "results"):
+    for name in ("blocks", "charts", "tables", "suite", "measure", "results"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -75,6 +75,19 @@ def test_every_table_and_every_result_file_is_on_a_page(load):
     names = {name for page in blocks.PAGES for name in blocks.names((TOP / page).read_text())}
     assert names == set(tables.TABLES)
     assert {json.loads(path.read_text()).get("benchmark", path.stem) for path in RECORDS} <= names
+
+
+def test_pictures_of_benchmarks_are_of_the_newest_results_and_on_their_page(load, tmp_path):
+    charts = load("charts")
+    assert not charts.differing(TOP), "fix: python benchmarks/pages"
+    page = (TOP / "docs" / "benchmarks.md").read_text()
+    assert set(re.findall(r"images/benchmarks/(\w+)\.svg", page)) == set(charts.CHARTS)
+    top = copy_of(tmp_path, "benchmarks/results", "docs/images/benchmarks")
+    result = top / "benchmarks" / "results" / "gpt.json"
+    result.write_text(result.read_text().replace('"date": "20', '"date": "21'))
+    assert charts.differing(top) == ["gpt"]
+    picture = charts.draw("gpt", top).decode()
+    assert all(arm in picture for arm in ("hpctrain, fsdp", "by hand, fully_shard"))
 
 
 def test_measured_figures_are_in_tables_only(load):
