@@ -146,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     if not _has_accelerate():
         print(f"{ACCELERATE}: left out: not installed: pip install 'hpctrain[benchmark]'")
     times, reported = restart(arguments, ranks=2)
-    results = compare(by_figure(times), BASE, targets={EXACT: {"ratio": "≤ 1.02"}})
+    results = compare(by_figure(times), BASE, targets={EXACT: {"ratio": "≤ 1.01"}})
     return {name: results.get(name, {}) | metrics for name, metrics in reported.items()}
 
 

@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> Results:
         # The warm-up writes the caches, and loads the files into memory.
         times = take_turns(arms, arguments.rounds, warm_up=1)
     series = {name: {"s": own} for name, own in times.items()}
-    return compare(series, BASE, targets={OURS: {"ratio": "≤ 1"}})
+    return compare(series, BASE, targets={OURS: {"ratio": "≤ 0.5"}})
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> Results:
             if jobs:
                 subprocess.run(command(["scancel", *jobs]), env=environ, check=False)
     results = compare({name: {"ms": own} for name, own in times.items()}, SBATCH, ("more_ms",))
-    judge(results[SUBMIT], "more_ms", "≤ 150")
+    judge(results[SUBMIT], "more_ms", "≤ 80")
     for name in (FROZEN, FIRST):
         more = [a - b for a, b in zip(times[name], times[SUBMIT], strict=True)]
         results[name]["freezing_ms"] = summary(more)
