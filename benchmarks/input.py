@@ -4,12 +4,12 @@
 
 Photographs of 500 × 375 (examples/photographs.py; about 60 kB each) are in memory as JPEG. One
 thread makes random crops of 3 × 224 × 224: with torchvision's usual pipeline over Pillow, to floats
-and to bytes, and with hpctrain. The decoders are also measured alone. Then a DataLoader with two
-processes reads the same files: with torchvision's ImageFolder, and with hpctrain from a folder and
-from tar files. The arms take turns; each is compared with the first arm of its table in the same
-round. The target is 2.5 times the images per second of the pipeline over Pillow to floats. What two
-processes can do on this machine at all is shown by two that make crops of files in memory and send
-nothing; a loader is to reach 0.95 of it.
+and to bytes, with hpctrain, and with other libraries, those that are installed. The decoders are
+also measured alone. Then a DataLoader with two processes reads the same files: with torchvision's
+ImageFolder, and with hpctrain from a folder and from tar files. The arms take turns; each is
+compared with the first arm of its table in the same round. The target is 2.5 times the images per
+second of the pipeline over Pillow to floats. What two processes can do on this machine at all is
+shown by two that make crops of files in memory and send nothing; a loader is to reach 0.95 of it.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import input_peers
 import simplejpeg
 import torch
 import torchvision
@@ -70,6 +71,7 @@ def on_one_core(files: list[bytes]) -> tuple[Arms, Arms]:
         BYTES: each(lambda file: pixels(opened(file))),
         OURS: each(lambda file: crop(file, fast)),
         f"{OURS}, Pillow as decoder": each(lambda file: crop(file, pillow)),
+        **input_peers.arms(files),
     }
     decoders = {
         "Pillow": each(pillow.decode),
