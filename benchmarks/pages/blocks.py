@@ -9,6 +9,7 @@ __all__ = ["COMMAND", "PAGES", "differing", "names", "renew"]
 
 COMMAND = "python benchmarks/pages"
 PAGES = (
+    "README.md",
     "benchmarks/README.md",
     "docs/errors.md",
     "docs/ported.md",

@@ -11,7 +11,7 @@ from measure import named, outcomes
 from suite import BENCHMARKS
 
 from hpctrain.errors.codes import CODES
-from hpctrain.tools.bench.measure import rows
+from hpctrain.tools.bench.measure import arms, describe, rows
 
 __all__ = ["TABLES", "Table"]
 
@@ -116,6 +116,79 @@ def targets(top: Path) -> str:
             found += [(name, *row, _measured(record)) for row in outcomes(record)]
     head = ("benchmark", "of what", "median [95 % interval]", "target", "outcome", "measured")
     return _markdown(head, found)
+
+
+# The README
+
+# Name and arm of a benchmark, what the ratio is of, its base, other arms, the section of the page.
+_RATIOS: tuple[tuple[str, str, str, str, Mapping[str, str], str], ...] = (
+    (
+        "step_overhead",
+        "one process, hpctrain",
+        "time of a step, tiny model, CPU",
+        "a plain loop",
+        {"Fabric": "one process, Lightning Fabric", "accelerate": "one process, accelerate"},
+        "a-step",
+    ),
+    ("imagenet", "in memory, hpctrain", "images/s, ResNet-50", "a plain loop", {}, "imagenet"),
+    ("gpt", "bf16, hpctrain, fsdp", "tokens/s, a GPT, FSDP2", "`fully_shard` by hand", {}, "a-gpt"),
+    ("checkpoint", "1000 MB, hpctrain", "wait for a save", "`torch.save`", {}, "checkpoints"),
+    (
+        "evaluation",
+        "exact",
+        "time of an exact evaluation",
+        "one that pads",
+        {"accelerate": "accelerate"},
+        "evaluation",
+    ),
+)
+
+
+def front_page(top: Path) -> str:
+    """Return a few figures of other pages, each with a link to its table."""
+    cells = []
+    for name, arm, what, base, others, section in _RATIOS:
+        record, figures = _arm(name, arm, top)
+        beside = [
+            f"{other} {_arm(name, its, top)[1]['ratio']['median']:.3f}"
+            for other, its in others.items()
+        ]
+        cells.append(
+            (
+                f"[{what}](benchmarks/README.md#{section})",
+                f"× {describe(figures['ratio'], '.3f')}",
+                "; ".join([base, *beside]),
+                _measured(record),
+            )
+        )
+    parity, chaos = (_read(top / OTHERS / f"{name}.json") for name in ("parity", "chaos"))
+    (apart,) = (row["apart"] for row in parity["rows"] if row["arm"] == "ddp, 4 ranks")
+    (row,) = chaos["rows"]
+    fault = dict(zip(chaos["head"], row, strict=True))
+    cells += [
+        (
+            "[losses of 200 steps in fp64, four ranks](docs/reproducibility.md)",
+            f"{apart['fp64, losses of steps 1–200']:.1e} apart",
+            "one process",
+            _measured(parity),
+        ),
+        (
+            f"[seconds that a killed rank costs, {fault['faults']} kills](docs/reliability.md)",
+            f"{fault['median seconds']}, at most {fault['most']}",
+            "no kill: the same bits at the end",
+            _measured(chaos),
+        ),
+    ]
+    return _markdown(("what", "median [95 % interval]", "compared with", "measured"), cells)
+
+
+def _arm(name: str, arm: str, top: Path) -> tuple[Record, Record]:
+    """Return the record and the figures of an arm of a benchmark."""
+    for record in newest(top / RESULTS, name):
+        for found, figures in arms(named(record)):
+            if found == arm:
+                return record, figures
+    raise KeyError(f"{name}: {arm}")
 
 
 # The other pages
@@ -239,6 +312,7 @@ def errors(top: Path) -> str:
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
 # To add a table that pages may name, add a line here.
 TABLES: dict[str, Table] = {
+    "front page": front_page,
     "targets": targets,
     **{name: functools.partial(benchmark, name) for name in BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},

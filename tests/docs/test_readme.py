@@ -8,28 +8,39 @@ import subprocess
 
 import launches
 import pytest
+import readme
 
-README = (launches.TOP / "README.md").read_text()
-
-
-def blocks(kind):
-    return re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
-STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun")
-# The commands that tests/docs/test_readme_on_slurm.py runs.
-JOBS = ("submit", "render", "status", "logs", "lint")
+COMMANDS = readme.commands()
+STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun", "horovodrun")
 LOCAL = [
     line
     for line in COMMANDS
-    if line.split()[0] in STARTED_HERE
-    and line.split()[:2] not in [["hpctrain", job] for job in JOBS]
+    if line.split()[0] in STARTED_HERE and not line.startswith(readme.JOBS)
 ]
 BY_DEFAULT = [line for line in LOCAL if line.startswith("python examples/mnist.py --epochs 2")]
 PATH = f"{launches.BIN}:{os.environ['PATH']}"
 # Open MPI's variables that let root run it in a container.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+LAUNCHERS = {"laptop", "srun", "sbatch", "torchrun", "mpirun", "horovodrun", "submitit", "notebook"}
+
+
+def test_readme_is_short_and_has_a_line_for_each_launcher():
+    assert len(readme.TEXT.splitlines()) < 200
+    rows = re.findall(r"^\| (?:an? )?(\w+).* \| .*`.*` *.*\|$", readme.TEXT, re.MULTILINE)
+    assert set(rows) >= LAUNCHERS
+
+
+def test_readme_pictures_are_small_and_name_no_place():
+    names = re.findall(r'(?:srcset|src)="([^"]+)"', readme.TEXT)
+    assert len(names) == 4
+    for name in names:
+        picture = (launches.TOP / name).read_bytes()
+        assert len(picture) < 200_000, name
+        if name.endswith(".svg"):
+            text = picture.decode()
+            assert not re.search(r"url\(.?http|href", text), f"{name} needs another server"
+            assert "/tmp" not in text, name
+            assert "/home" not in text, name
 
 
 def test_readme_diff_is_that_of_the_mnist_examples():
@@ -45,15 +56,17 @@ def test_readme_diff_is_that_of_the_mnist_examples():
         for line in done.stdout.splitlines()
         if not line.startswith(("@@", "---", "+++")) and line[1:].strip()
     ]
-    assert blocks("diff") == ["\n".join(lines) + "\n"]
+    assert re.findall(r"^```diff\n(.*?)^```", readme.TEXT, re.MULTILINE | re.DOTALL) == [
+        "\n".join(lines) + "\n"
+    ]
     assert sum(line.startswith("+") for line in lines) == 16
 
 
 def test_readme_commands_are_all_run_by_tests():
-    known = {"python", "hpctrain", "torchrun", "mpirun", "sbatch", "srun"}
+    known = {*STARTED_HERE, "sbatch", "srun"}
     others = [line for line in COMMANDS if line.split()[0] not in known]
     assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
-    assert len(LOCAL) == 9
+    assert len(LOCAL) == 10
 
 
 @pytest.mark.e2e
@@ -62,8 +75,9 @@ def test_readme_commands_are_all_run_by_tests():
     [pytest.param(one, marks=() if one in BY_DEFAULT else pytest.mark.slow) for one in LOCAL],
 )
 def test_readme_command_works_as_printed(command, tmp_path, lacking):
-    if shutil.which(command.split()[0], path=PATH) is None:
-        lacking("openmpi", f"no {command.split()[0]} here")
+    program = command.split()[0]
+    if shutil.which(program, path=PATH) is None:
+        lacking({"mpirun": "openmpi"}.get(program, "horovod"), f"no {program} here")
     (tmp_path / "examples").symlink_to(launches.TOP / "examples")
     done = launches.start(["bash", "-c", command], tmp_path, PATH=PATH, **AS_ROOT)
     assert done.returncode == 0, done.stderr

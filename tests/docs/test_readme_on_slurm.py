@@ -4,16 +4,11 @@ import json
 
 import launches
 import pytest
+import readme
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-JOBS = ("submit", "render", "status", "logs", "lint")
-PROGRAMS = ("sbatch ", "srun ", *map("hpctrain {} ".format, JOBS))
-COMMANDS = [
-    line.partition("  ")[0]
-    for line in (launches.TOP / "README.md").read_text().splitlines()
-    if line.startswith(PROGRAMS)
-]
+COMMANDS = [line for line in readme.commands() if line.startswith(("sbatch", "srun", *readme.JOBS))]
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_measured_figures_are_in_tables_only(load):
 
 
 def test_check_names_the_command_that_renews_a_page(tmp_path):
-    copy_of(tmp_path, "benchmarks", "docs")
+    copy_of(tmp_path, "README.md", "benchmarks", "docs")
     page = tmp_path / "docs" / "status.md"
     text = page.read_text()
     page.write_text(text.replace("| never |", "| here |", 1))
