@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.process.logging import logger
 
-__all__ = ["Bar", "Course", "Lines", "open_progress"]
+__all__ = ["Bar", "Course", "Lines", "clock", "open_progress"]
 
 # An evaluation of many minutes without a line looks like a hang.
 _SECONDS_UNTIL_EVALUATION_LINE, _SECONDS_BETWEEN_EVALUATION_LINES = 10.0, 30.0

@@ -81,9 +81,14 @@ class EffectiveTime:
         order = sorted(self.lost_seconds.items(), key=lambda one: -one[1])
         return ", ".join(f"{name} {took:.1f} s" for name, took in order if took >= _LEAST_SHOWN)
 
-    def __str__(self) -> str:
+    @property
+    def brief(self) -> str:
+        """Share of the wall time, and what the rest was lost for, in one line."""
         lost = f"; lost: {self.lost}" if self.lost else ""
-        return f"effective training time {self.share:.2f} of {self.wall_seconds:.0f} s{lost}"
+        return f"{self.share:.2f} of {self.wall_seconds:.0f} s{lost}"
+
+    def __str__(self) -> str:
+        return f"effective training time {self.brief}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the entries of summary.json and of `hpctrain status --json`."""

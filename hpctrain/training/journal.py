@@ -148,11 +148,11 @@ class RunJournal:
             **(effective.as_json() if effective else {}),
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
-        if code in (exit_codes.DONE, exit_codes.STOPPED):
+        if code == exit_codes.STOPPED:
             logger.info("%s", effective)
         if code == exit_codes.DONE:
             used = used_so_far(self.directory, effective, True) if context.allocation else ()
-            text = table(summary, context.backend.transport, self.directory.path, used)
+            text = table(summary, context.backend.transport, self.directory, effective, used)
             sys.stdout.write(text)
             sys.stdout.flush()
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
 from hpctrain.errors import UsageError
+from hpctrain.monitoring.progress import clock
 from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.effective_time import EffectiveTime
 
 __all__ = ["Metrics", "no_number", "table", "trim"]
 
@@ -338,30 +340,37 @@ class _Lines:
 
 
 # The score of the table: the first of these metrics that a run has.
-_SCORES = (("top-1", "top1"), ("loss", "loss"))
+_SCORES = (("top-1", "top1"), ("accuracy", "accuracy"), ("loss", "loss"))
 
 
 def table(
-    summary: Mapping[str, Any], transport: str, path: Path, used: Sequence[tuple[str, str]] = ()
+    summary: Mapping[str, Any],
+    transport: str,
+    directory: RunDirectory,
+    effective: EffectiveTime | None = None,
+    used: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Format the results of a run as a short table.
+    """Format the results of a run as a short table, without a row for what the run does not have.
 
     Args:
         summary: content of summary.json.
         transport: transport of the backend, such as "gloo".
-        path: path of the run directory.
+        directory: run directory.
+        effective: where the time of the run went; None if that is not recorded.
         used: what the run has used, as names and texts.
     """
-    metrics = summary["metrics"]
+    metrics, seconds, steps = summary["metrics"], summary["seconds"], directory.steps()
     scores = [(name, score) for name, score in _SCORES if score in metrics]
     shown = {
         **{name: f"{metrics[score]:.4f}" for name, score in scores[:1]},
         "samples/s": f"{summary['samples_per_second']:,.0f}",
-        "time": f"{summary['seconds']:.1f} s",
+        "time": clock(seconds) if seconds >= 60 else f"{seconds:.1f} s",
+        **({"effective": effective.brief} if effective else {}),
         "ranks": str(summary["world_size"]),
         "backend": f"{summary['backend']} ({transport})",
         "precision": summary["precision"],
         **dict(used),
-        "run": str(path),
+        **({"checkpoint": str(directory.checkpoint(steps[-1]))} if steps else {}),
+        "run": str(directory.path),
     }
     return "".join(f"{name:<10} {value}\n" for name, value in shown.items())

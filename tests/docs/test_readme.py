@@ -106,7 +106,8 @@ def test_quickstart_reaches_98_percent_with_any_seed(options, tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["top1"] >= 0.98
-    table = dict(line.removeprefix("0: ").split(None, 1) for line in done.stdout.splitlines()[-7:])
-    assert set(table) == {"top-1", "samples/s", "time", "ranks", "backend", "precision", "run"}
+    table = dict(line.removeprefix("0: ").split(None, 1) for line in done.stdout.splitlines()[-9:])
+    speed = ("top-1", "samples/s", "time", "effective")
+    assert set(table) == {*speed, "ranks", "backend", "precision", "checkpoint", "run"}
     assert table["ranks"] == str(summary["world_size"])
     assert table["run"] == str(tmp_path / "run")

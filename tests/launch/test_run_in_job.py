@@ -542,4 +542,4 @@ def test_effective_training_time_over_two_attempts(slurm, agent, monkeypatch):
     assert found.effective_seconds > 9 * 0.6
     assert (lost["queue"], lost["start"] > 1) == (0, True)  # two times the imports of torch
     assert lost["redo"] > 0.3  # step 4, and maybe step 5
-    assert f"effective training time {found.share:.2f} of" in output
+    assert f"effective  {found.share:.2f} of" in output

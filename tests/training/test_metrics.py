@@ -11,6 +11,7 @@ import torch
 from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.effective_time import EffectiveTime
 from hpctrain.training.consensus import Consensus, on_rank_zero
 from hpctrain.training.metrics import Metrics, table, trim
 
@@ -124,11 +125,12 @@ def test_metrics_error_on_rank_0_is_raised(single):
     ("metrics", "score"),
     [
         ({"loss": 0.5, "top1": 0.75}, ("top-1", "0.7500")),
+        ({"loss": 0.5, "accuracy": 0.75}, ("accuracy", "0.7500")),
         ({"loss": 0.5}, ("loss", "0.5000")),
         ({"generator_loss": 0.5}, None),
     ],
 )
-def test_table_at_the_end_has_top1_or_loss_if_the_run_has_one(metrics, score, tmp_path):
+def test_table_at_the_end_has_only_rows_that_the_run_has(metrics, score, tmp_path):
     summary = {
         "metrics": metrics,
         "samples_per_second": 1000.0,
@@ -137,6 +139,24 @@ def test_table_at_the_end_has_top1_or_loss_if_the_run_has_one(metrics, score, tm
         "backend": "single",
         "precision": "fp32",
     }
-    first, *_ = lines = table(summary, "none", tmp_path).splitlines()
-    assert tuple(first.split()) == (score or ("samples/s", "1,000"))
-    assert len(lines) == (7 if score else 6)
+    directory = RunDirectory(tmp_path)
+    rows = [line.split(None, 1) for line in table(summary, "none", directory).splitlines()]
+    assert rows == [
+        *([[*score]] if score else []),
+        ["samples/s", "1,000"],
+        ["time", "2.0 s"],
+        ["ranks", "1"],
+        ["backend", "single (none)"],
+        ["precision", "fp32"],
+        ["run", str(tmp_path)],
+    ]
+    for step in (40, 1234):
+        directory.checkpoint(step).mkdir(parents=True)
+    effective = EffectiveTime(4000.0, 3600.0, {"start": 300.0, "redo": 100.0})
+    more = table({**summary, "seconds": 3661.0}, "none", directory, effective, [("used", "2 h")])
+    shown = dict(line.split(None, 1) for line in more.splitlines())
+    assert len(shown) == len(rows) + 3
+    assert shown["time"] == "1:01:01"
+    assert shown["effective"] == "0.90 of 4000 s; lost: start 300.0 s, redo 100.0 s"
+    assert shown["checkpoint"] == str(directory.checkpoint(1234))
+    assert shown["used"] == "2 h"
