@@ -42,6 +42,7 @@ PARTS = {
     "photographs": "apt-get install mate-backgrounds",
     "pmix": "apt-get install libpmix-dev",
     "shellcheck": "apt-get install shellcheck",
+    "shtab": "pip install shtab",
     "slurm": "root, and apt-get install slurm-wlm munge iproute2",
     "ssh": "apt-get install openssh-server",
     "strace": "apt-get install strace",
@@ -54,6 +55,7 @@ PARTS = {
 # --strict-parts does not need them.
 OPTIONAL_PARTS = {
     "apptainer": "bash tests/run.sh --slurm newest",
+    "fish": "apt-get install fish",
     "flux": "Flux; $HPCTRAIN_TEST_FLUX names its folder",
     "fp8": "a GPU of compute capability 8.9 or later",
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
@@ -65,6 +67,7 @@ OPTIONAL_PARTS = {
     "transformers": "pip install transformers accelerate",
     "two-cores": "two cores",
     "two-gpus": "two GPUs",
+    "zsh": "apt-get install zsh",
 }
 SLOW = frozenset((TESTS / "slow_cases.txt").read_text().splitlines())
 # Costly session fixtures: tests that share one run in one worker.

@@ -4,13 +4,13 @@ import argparse
 import importlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
 from hpctrain.errors import HpctrainError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main", "parser_of"]
 
 # Each is a module of this package with `add(parser)`, which adds the arguments of the command, and
 # sets the default `command` to a function that takes the parsed arguments and returns an exit code.
@@ -36,6 +36,7 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors",
     "horovod": "build and install a Horovod that fits the installed torch",
     "shards": "write folders of images to a few large files",
+    "completion": "print the script with which bash, zsh or fish completes this command line",
 }
 
 # What `hpctrain` alone prints.
@@ -73,6 +74,25 @@ class _Parser(argparse.ArgumentParser):
         return [self, *(parser for choice in choices for parser in choice.values())]
 
 
+def parser_of(whole: Container[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        whole: commands whose modules are imported, and whose arguments it has.
+    """
+    parser = _Parser(
+        prog="hpctrain",
+        description="One PyTorch training script, unchanged, under every launcher.",
+    )
+    parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = subparsers.add_parser(name, help=text)
+        if name in whole:
+            importlib.import_module(f"hpctrain.cli.{name}").add(command)
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
@@ -86,19 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         sys.stderr.write(_FIRST)
         return 2
-    parser = _Parser(
-        prog="hpctrain",
-        description="One PyTorch training script, unchanged, under every launcher.",
-    )
-    parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        command = subparsers.add_parser(name, help=text)
-        # Importing all takes longer than most commands.
-        if given[:1] == [name]:
-            importlib.import_module(f"hpctrain.cli.{name}").add(command)
     try:
-        parsed = parser.parse_args(given)
+        # Importing all takes longer than most commands.
+        parsed = parser_of(given[:1]).parse_args(given)
         code = int(parsed.command(parsed))
         sys.stdout.flush()
         return code
