@@ -11,8 +11,9 @@ import hpctrain
 
 def options():
     parser = hpctrain.options(recipe=True, description=__doc__)
-    # The documentation of this repository is the default text, under the licence of the repository.
-    parser.set_defaults(data=str(Path(__file__).parents[1] / "docs"), lr=1e-2, decay="weights")
+    # The errors that hpctrain explains are the default text, which is there without a download.
+    text = Path(hpctrain.__file__).with_name("errors") / "codes.toml"
+    parser.set_defaults(data=str(text), lr=1e-2, decay="weights")
     parser.set_defaults(lr_warmup_steps=20, lr_schedule="cosine", lr_min=1e-3, clip_norm=1.0)
     group = parser.add_argument_group("options of this example")
     group.add_argument(

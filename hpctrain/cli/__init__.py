@@ -15,6 +15,7 @@ __all__ = ["COMMANDS", "main", "parser_of"]
 # Each is a module of this package with `add(parser)`, which adds the arguments of the command, and
 # sets the default `command` to a function that takes the parsed arguments and returns an exit code.
 COMMANDS = {
+    "init": "write a first training script, and its batch script for this cluster",
     "run": "start the ranks of a program, here or on all hosts of a job",
     "submit": "submit a job to Slurm",
     "status": "show your jobs, why they wait, and the progress of their runs",

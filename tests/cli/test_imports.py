@@ -34,6 +34,7 @@ COMMANDS = {
     "cancel no-such-run": (1, "no squeue on the PATH"),
     "requeue no-such-run": (1, "no squeue on the PATH"),
     "run --help": (0, "--nproc-per-node"),
+    "init folder": (0, "sbatch train.sbatch"),
     "completion --help": (0, "usage: hpctrain completion"),
     "run no-such-script.py": (2, "no-such-script.py is no file"),
 }

@@ -25,7 +25,8 @@ def test_installed_package_has_every_file_and_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "hpctrain")
     wanted = {path.relative_to(TOP) for path in (TOP / "hpctrain").rglob("*") if path.is_file()}
-    wanted = {path for path in wanted if path.suffix in (".py", ".gz", ".typed", ".html", ".css")}
+    kinds = (".py", ".gz", ".txt", ".typed", ".html", ".css")
+    wanted = {path for path in wanted if path.suffix in kinds}
     assert wanted
     assert not {path for path in wanted if not (target / path).is_file()}
     for command in ([target / "bin" / "hpctrain"], [sys.executable, "-m", "hpctrain"]):
