@@ -90,7 +90,7 @@ def _main(arguments: argparse.Namespace) -> int:
     _write({script: text, batch: render(job)})
     cd = "" if arguments.folder == "." else f"cd {shlex.quote(arguments.folder)}; "
     sys.stdout.write(
-        f"{script}: try it here    {cd}python {script.name} --max-steps 20\n"
+        f"{script}: try it here    {cd}python {script.name} --max-steps 100\n"
         f"{batch}: submit it    {cd}sbatch {batch.name}\n"
     )
     return 0
