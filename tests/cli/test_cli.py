@@ -4,6 +4,8 @@ import ast
 import importlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,12 +15,13 @@ import pytest
 
 import hpctrain
 from hpctrain import __main__, rendezvous
-from hpctrain.cli import COMMANDS, main
+from hpctrain.cli import COMMANDS, main, parser_of
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
 from hpctrain.errors.codes import CODES
 
 PACKAGE = Path(hpctrain.__file__).parent
+TOP = Path(__file__).resolve().parents[2]
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "RANK": "3",
@@ -56,6 +59,15 @@ def test_help_names_every_command_and_each_has_its_own_help(capsys):
             main([name, "--help"])
         assert caught.value.code == 0
         assert f"usage: hpctrain {name}" in capsys.readouterr().out
+
+
+def test_commands_for_programs_are_those_of_the_command_line():
+    lines = re.findall(r"^    hpctrain (.+?)(?:  +#.*)?$", (TOP / "llms.txt").read_text(), re.M)
+    assert len(lines) == 10
+    for line in lines:
+        words = shlex.split(line)
+        parsed = parser_of(words[:1]).parse_args(words)
+        assert callable(parsed.command), line
 
 
 def test_hpctrain_alone_shows_the_first_commands(capsys):
