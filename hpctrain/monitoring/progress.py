@@ -17,7 +17,7 @@ _SECONDS_UNTIL_EVALUATION_LINE, _SECONDS_BETWEEN_EVALUATION_LINES = 10.0, 30.0
 # Users cannot read faster updates.
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_FRAMES = 0.5
-_WIDTH_OF_BAR = 24
+_WIDTH_OF_BAR = 12  # leaves room for loss, rate and speed in 80 columns
 
 
 class Course:

@@ -169,6 +169,23 @@ def test_progress_bar_on_a_lost_terminal(monkeypatch, caplog, draw):
     assert caplog.text.count("the progress bar ends") == 1
 
 
+def test_progress_bar_has_loss_rate_and_speed_in_80_columns(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FRAMES", 0.0)
+    bar = open_progress(course(epochs=90, length=5004, epoch=11))
+    bar.row({**ROW, "step": 1234, "samples_per_second": 12790.6}, True)
+    bar.step(1234)
+    bar.close()
+    lines = lines_of(terminal.getvalue())
+    (frame,) = {line for line in lines if "loss" in line}
+    assert frame.startswith("epoch 12/90 ")
+    assert "1,234/5,004 loss 2.3026  lr 0.1  12,791 samples/s" in frame
+    assert max(map(len, lines)) <= 80
+
+
 # Without torch, so that it starts quickly: an epoch of five steps, an evaluation, and an end.
 SCRIPT = """
 import os, sys
