@@ -34,6 +34,7 @@ PARTS = {
     "gpu": "a machine with an NVIDIA GPU and its driver",
     "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
     "lightning_fabric": "pip install lightning-fabric",
+    "mkdocs": "pip install mkdocs-material 'mkdocstrings[python]'",
     "modules": "apt-get install environment-modules",
     "mount": "root, with the right to mount",
     "mpich": "apt-get install mpich",

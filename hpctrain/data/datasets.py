@@ -45,7 +45,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     Args:
         images: images, uint8 of shape (samples, height, width).
         targets: classes, int64 of shape (samples,).
-        mean, std: mean and standard deviation of the training set's pixels.
+        mean: mean of the training set's pixels.
+        std: standard deviation of the training set's pixels.
     """
 
     random = False  # a sample is the same each time

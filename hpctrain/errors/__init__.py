@@ -83,7 +83,10 @@ def repeated(kind: str, code: str, found: str, expected: str, *fixes: str) -> Hp
 
     Args:
         kind: class name of the error.
-        code, found, expected, fixes: arguments of the error.
+        code: code of the error.
+        found: what was found.
+        expected: what was expected; may be empty.
+        fixes: what to type; any one of them is enough.
     """
     kinds = {subclass.__name__: subclass for subclass in _kinds(HpctrainError)}
     error = kinds.get(kind, HpctrainError)(code, found, expected, *fixes)

@@ -235,7 +235,8 @@ class Collectives:
         """Print on rank 0 only; the other ranks need not call it.
 
         Args:
-            things, options: as for Python's `print`.
+            things: what to print, as for Python's `print`.
+            options: keyword arguments of Python's `print`.
         """
         if self.backend.rank == 0:
             print(*things, **options)  # noqa: T201

@@ -68,12 +68,21 @@ class Browser:
             scheme: light or dark, the preference of the user.
             media: screen or print.
         """
+        self.page.emulate_media(media=media, color_scheme=scheme)
+        self.goto(path.resolve().as_uri(), width)
+        return self.page
+
+    def goto(self, address: str, width: int = 1280) -> None:
+        """Open an address.
+
+        Args:
+            address: of a page.
+            width: of the window, in pixels.
+        """
         self.requests.clear()
         self.messages.clear()
         self.page.set_viewport_size({"width": width, "height": 800})
-        self.page.emulate_media(media=media, color_scheme=scheme)
-        self.page.goto(path.resolve().as_uri())
-        return self.page
+        self.page.goto(address)
 
     def overflow(self) -> int:
         """Return the pixels by which the page is wider than its window."""

@@ -68,7 +68,8 @@ def initialize(
         cast_model_outputs: type of all outputs of the models; None for fp32.
         num_losses: number of losses, each with its own scale.
         verbosity: 0 to log no overflows.
-        min_loss_scale, max_loss_scale: bounds of a dynamic scale.
+        min_loss_scale: lower bound of a dynamic scale; None for no bound.
+        max_loss_scale: upper bound of a dynamic scale.
         properties: changes of the level, as in `properties.settle`.
 
     Returns:

@@ -87,7 +87,8 @@ class RandomResizedCrop:
         """Return top, left, height and width of the crop.
 
         Args:
-            height, width: size of the image.
+            height: height of the image, in pixels.
+            width: width of the image, in pixels.
             drawn: numbers from 0 to 1: an area and a shape for each attempt, then the position.
         """
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
@@ -164,7 +165,8 @@ class Normalize:
     Images with the channels last keep that format.
 
     Args:
-        mean, std: mean and standard deviation of each channel, of pixels from 0 to 1.
+        mean: mean of each channel, of pixels from 0 to 1.
+        std: standard deviation of each channel.
         dtype: type of the images.
 
     Raises:

@@ -29,8 +29,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: model on its device, after `amp.initialize`.
         delay_allreduce: True also supports models of which a step does not use all parameters.
-        allreduce_always_fp32, gradient_predivide_factor: not supported; a value that would change
-            numbers is logged.
+        allreduce_always_fp32: not supported; True is logged if gradients are in half precision.
+        gradient_predivide_factor: not supported; a value other than 1 is logged.
         more: other arguments of Apex's class, or of torch's.
 
     Raises:
