@@ -13,6 +13,8 @@ FOLDER = "repository"
 # A fence with more backticks than any file has in a row.
 FENCE = "`" * 6
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".ipynb": "json"}
+TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
+NAMED = re.compile(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[)#])")
 
 
@@ -38,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links to their pages."""
+    """Turn links to files of the repository into links to their pages, named by their titles."""
     here = page.file.src_uri
     inside = here.startswith(f"{FOLDER}/")
     source = here.removeprefix(f"{FOLDER}/") if inside else f"docs/{here}"
@@ -48,7 +50,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = page_of(path) or (path.removeprefix("docs/") if inside else "")
         return posixpath.relpath(uri, posixpath.dirname(here) or ".") if uri else link[1]
 
-    return LINK.sub(target, markdown)
+    def titled(link: re.Match[str]) -> str:
+        path = TOP / joined(source, link[1])
+        title = TITLE.search(path.read_text()) if path.is_file() else None
+        return f"[{title[1]}]({link[1]}" if title else link[0]
+
+    return LINK.sub(target, NAMED.sub(titled, markdown))
 
 
 def joined(source: str, link: str) -> str:
