@@ -96,7 +96,8 @@ class Backend(ABC):
     Attributes:
         name: name of the backend, as in `--backend`.
         transport: library that carries the data, such as "gloo"; for messages to the user.
-        rank, world_size: rank of this process and number of ranks, as the backend counts them.
+        rank: rank of this process, as the backend counts.
+        world_size: number of ranks, as the backend counts.
         device: device used by this rank.
         captures_stderr: whether to capture standard error, as the backend's library writes to it.
         sharded: whether each rank holds only a part of the weights and optimizer states.

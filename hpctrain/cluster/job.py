@@ -30,7 +30,8 @@ class Allocation:
     Attributes:
         scheduler: "slurm", "lsf", "pbs" or "flux".
         job_id: id of the job; for an array task, the id of this task.
-        array_job_id, array_task: id of the array and index in it, or None.
+        array_job_id: id of the array, or None.
+        array_task: index in the array, or None.
         restart_count: number of times that the job was requeued.
         end_time: end of the time limit, in seconds since the epoch, or None if unknown.
         submit_dir: folder in which the job was submitted, or None if unknown.

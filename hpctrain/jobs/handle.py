@@ -52,6 +52,11 @@ class Job:
         folder: folder with the logs and the results of the job.
     """
 
+    id: str
+    ranks: int
+    run_dir: Path
+    folder: Path
+
     def __init__(self, record: JobRecord) -> None:
         """Set up the handle without a query to Slurm."""
         self._record = record

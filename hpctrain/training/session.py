@@ -16,12 +16,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import data, errors
-from hpctrain.arguments import Given, Options, named
+from hpctrain.arguments import Batches, Given, Options, named
 from hpctrain.cluster import env_vars, launchers
+from hpctrain.cluster.job import Allocation
 from hpctrain.data.epochs import SHARED
+from hpctrain.data.feed import Placement
 from hpctrain.data.loader import check_arguments
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
+from hpctrain.precision import Precision
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import EVALUATING, IDLE
@@ -68,6 +71,15 @@ class Session(Collectives):
         UsageError: wrong options, or an environment that contradicts itself (exit code 2).
         StartError: not all ranks connected within `start_timeout` seconds.
     """
+
+    allocation: Allocation | None
+    device: torch.device
+    precision: Precision
+    options: Options
+    batches: Batches
+    placement: Placement
+    workers: int
+    preemption: Preemption
 
     def __init__(self, given: Given = None, /, **keywords: Any) -> None:
         self._undo = ExitStack()  # restores what a session changes in its process

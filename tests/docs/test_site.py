@@ -143,6 +143,5 @@ def test_site_pages_fit_the_window_and_ask_no_other_host(width, browser, address
 def test_site_search_finds_a_page(browser, address):
     browser.goto(address)
     browser.page.locator("[data-md-component=search-query]").fill("preemption")
-    result = browser.page.locator(".md-search-result__link").first
-    result.click()
-    browser.page.wait_for_url(re.compile("h=preemption"))
+    browser.page.locator(".md-search-result__link[href*='preemption.html']").first.click()
+    browser.page.wait_for_url(re.compile(r"preemption\.html"))

@@ -63,7 +63,8 @@ class LauncherStore:
 
     Attributes:
         kind: "torchrun" (a TCPStore of torch) or "horovodrun" (values over HTTP).
-        address, port: address and port on which the store listens.
+        address: address on which the store listens.
+        port: port on which the store listens.
     """
 
     kind: str
