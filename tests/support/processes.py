@@ -31,6 +31,16 @@ def having(text, file="cmdline"):
     return found
 
 
+def lines(text, file="cmdline"):
+    """Return the command lines of processes with a text in their command line, or environ."""
+    found = {}
+    for number in having(text, file):
+        with contextlib.suppress(OSError):  # the process has ended
+            words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+            found[number] = os.fsdecode(b" ".join(words))
+    return found
+
+
 @contextlib.contextmanager
 def background():
     """Yield a function that starts commands; those that still run at the end are killed."""
