@@ -82,6 +82,7 @@ if [ -z "$python" ]; then
         packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
         packages+=(environment-modules) # a cluster's `module load`
         packages+=(chromium-headless-shell mate-backgrounds) # to look at a report; photographs
+        packages+=(zsh fish) # read the scripts of `hpctrain completion`
         packages+=(strace) # kills a save at each of its system calls
         packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
         # For Slurm's accounting.

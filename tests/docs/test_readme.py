@@ -66,7 +66,7 @@ def test_readme_commands_are_all_run_by_tests():
     known = {*STARTED_HERE, "sbatch", "srun"}
     others = [line for line in COMMANDS if line.split()[0] not in known]
     assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
-    assert len(LOCAL) == 10
+    assert len(LOCAL) == 11
 
 
 @pytest.mark.e2e
