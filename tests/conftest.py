@@ -260,6 +260,16 @@ def nccl_refusal() -> str:
     return ""
 
 
+@pytest.fixture(scope="module")
+def browser(lacking):
+    import browser as real
+
+    if reason := real.why_not():
+        lacking("browser", reason)
+    with real.browser() as one:
+        yield one
+
+
 @pytest.fixture(scope="session")
 def fashion_mnist(lacking):
     folder = Path("/usr/share/datasets/fashion-mnist")

@@ -13,7 +13,6 @@ import threading
 import zlib
 from pathlib import Path
 
-import browser as real
 import pytest
 
 TOP = Path(__file__).resolve().parents[2]
@@ -96,14 +95,6 @@ def address(site):
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
-
-
-@pytest.fixture(scope="module")
-def browser(lacking):
-    if reason := real.why_not():
-        lacking("browser", reason)
-    with real.browser() as one:
-        yield one
 
 
 @pytest.mark.slow

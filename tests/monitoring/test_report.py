@@ -9,7 +9,6 @@ import subprocess
 import sys
 from array import array
 
-import browser as real
 import pytest
 
 from hpctrain.cli import main
@@ -89,14 +88,6 @@ def full_run(tmp_path):
     ]
     lines = rows(data_wait=0.25, gpu_memory=12e9)
     return run(tmp_path / "full", lines, starts, [interval(), interval()], DONE)
-
-
-@pytest.fixture(scope="module")
-def browser(lacking):
-    if reason := real.why_not():
-        lacking("browser", reason)
-    with real.browser() as one:
-        yield one
 
 
 def open_page(browser, page, **more):
