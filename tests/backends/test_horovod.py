@@ -115,6 +115,29 @@ def test_horovod_ranks_end_and_name_the_rank_that_was_lost(fault, victim, second
             assert message.format(victim) in result.found
 
 
+def send_without_a_pause():
+    """Send tensors until rank 0 is killed; one of them waits for it."""
+    with session() as opened:
+        opened.sum(1)
+        if opened.world.rank == 0:
+            time.sleep(0.3)
+            die()
+        hvd = sys.modules["horovod.torch"]
+        hvd.allreduce_async_(torch.ones(4), name="waits")
+        for number in range(10**9):
+            # Python's lock stays with this thread, as in a backward pass.
+            while time.perf_counter_ns() % 2**17 > 2**14:
+                pass
+            hvd.allreduce_async_(torch.ones(4), name=f"sent.{number}")
+
+
+def test_horovod_rank_that_sends_as_another_dies_ends():
+    results = ranks.run(3, send_without_a_pause)
+    for result in results[1:]:
+        assert isinstance(result, RankLostError), result
+        assert result.found == GONE.format(0)
+
+
 def fail_while_another_is_busy():
     rank = int(os.environ["HPCTRAIN_RANK"])
     try:

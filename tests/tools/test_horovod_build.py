@@ -70,7 +70,12 @@ and (ROCM_HOME is not None)) else False)"
     "horovod/common/gloo/gloo_controller.cc": "  global_ranks_.reserve(size_);\n",
     "horovod/torch/mpi_ops_v2.cc": (
         "void WaitAndClear(int handle) {\n  while (true) {\n    std::this_thread::yield();\n"
+        "PYBIND11_MODULE(mpi_lib_v2, m) {\n"
     ),
+    "horovod/common/operations.cc": """\
+  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);
+  Status status = process_set.tensor_queue.AddToTensorQueue(e, message);
+""",
     "horovod/__init__.py": "__version__ = '0.28.1'\n",
 }
 

@@ -22,7 +22,7 @@ __all__ = ["VERSION", "PrintLine", "excerpt", "get", "patch", "pip", "place", "r
 #: Release of Horovod to build, which is the last one.
 VERSION = "0.28.1"
 # Version of the recipe: increase it when wheels of an earlier hpctrain must no longer be used.
-_RECIPE = 3
+_RECIPE = 4
 # Horovod's setup.py imports Horovod, so the build needs its run-time requirements as well. Its
 # CMake files are older than CMake 4.
 _TOOLS = (
