@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import pwd
 import re
 import shlex
 import sys
@@ -66,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     env = os.environ
-    partitions = _partitions(env)
+    partitions = [one for one in slurm.partitions(env) if one.up]
     gpus = next((_gpus(one) for one in partitions if one.default), 0)
     kind = arguments.kind or _ask("What does it train: images or text?", "images", _kind)
     hosts = arguments.hosts or _ask("Hosts, and GPUs of each?", f"1x{gpus}", _shape)
@@ -80,7 +79,7 @@ def _main(arguments: argparse.Namespace) -> int:
             gpus_per_node=str(hosts[1]),
             time=limit,
             partition="" if env.get("SBATCH_PARTITION") else _partition(partitions, *hosts),
-            account="" if env.get("SBATCH_ACCOUNT") else _account(env),
+            account="" if env.get("SBATCH_ACCOUNT") else next(iter(slurm.accounts(env)), ""),
             venv=env.get("VIRTUAL_ENV", ""),
             conda="" if env.get("VIRTUAL_ENV") else env.get("CONDA_DEFAULT_ENV", ""),
         ),
@@ -114,13 +113,6 @@ def _ask(question: str, default: str, read: Callable[[str], Any]) -> Any:
     return read(default)
 
 
-def _partitions(env: Mapping[str, str]) -> list[slurm.Partition]:
-    try:
-        return [one for one in slurm.partitions(env) if one.up]
-    except slurm.NoAnswerError:
-        return []
-
-
 def _gpus(partition: slurm.Partition) -> int:
     """Return the number of GPUs of each node of a partition, such as of gpu:a100:4."""
     kinds = (kind.rpartition(":")[2] for kind in partition.gpus.split(",") if kind)
@@ -133,14 +125,6 @@ def _partition(partitions: list[slurm.Partition], nodes: int, gpus: int) -> str:
         if _gpus(one) >= gpus and (not one.nodes.isdecimal() or int(one.nodes) >= nodes):
             return one.name
     return ""
-
-
-def _account(env: Mapping[str, str]) -> str:
-    """Return the account with which Slurm charges this user; empty without accounting."""
-    try:
-        return next(iter(slurm.accounts(pwd.getpwuid(os.getuid()).pw_name, env)), "")
-    except (KeyError, slurm.NoAnswerError):
-        return ""
 
 
 def _write(files: Mapping[Path, str]) -> None:

@@ -1,9 +1,10 @@
 """Texts that the messages of several packages have in common."""
 
 import itertools
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["listed", "nearest", "option_meant", "printable", "ranks_text"]
+__all__ = ["listed", "nearest", "option_meant", "printable", "ranks_text", "user_name"]
 
 _MOST_WORDS = 8
 
@@ -69,6 +70,16 @@ def option_meant(message: str, options: Iterable[str]) -> str:
     known = list(options)
     completions = (option for option in known if option.startswith(unknown))
     return next(completions, None) or nearest(unknown, known)
+
+
+def user_name() -> str:
+    """Return the name of this user; its number if it has no name on this host."""
+    import getpass  # seldom needed
+
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.getuid())
 
 
 def _form(word: str) -> str:

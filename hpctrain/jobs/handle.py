@@ -167,16 +167,10 @@ class Job:
         state = slurm.job_state(self.id, os.environ)
         if state is not None and state.known:
             return state.name, not state.active
-        name = (self._accounted() if state else "") or self._by_results()
+        records = slurm.ended(self.id, os.environ) if state else []
+        accounted = [one.state for one in records[:1] if one.state in slurm.ENDED]
+        name = accounted[0] if accounted else self._by_results()
         return name, state is not None or name != _UNKNOWN
-
-    def _accounted(self) -> str:
-        """Return the final state of a forgotten job from Slurm's accounting; empty without one."""
-        try:
-            records = slurm.ended(self.id, os.environ)
-        except slurm.NoAnswerError:
-            return ""
-        return records[0].state if records and records[0].state in slurm.ENDED else ""
 
     def _by_results(self) -> str:
         kinds = {outcome[0] if outcome else "" for outcome in self._record.outcomes()}

@@ -139,23 +139,15 @@ def named(
     try:
         found = lookup.find(name, user_jobs, env)
     except UsageError:
-        if ended := _accounted(name, env):
+        if ended := slurm.ended(name, env):
             return [of_ended(job, None) for job in ended]
         raise
     if found.jobs or found.run_dir is None:
         return [of_queued(job, env) for job in found.jobs]
-    ended = _accounted(found.label, env)
+    ended = slurm.ended(found.label, env)
     if len(ended) == 1:
         return [of_ended(ended[0], found.run_dir)]
     return [of_unlisted(found.run_dir, found.label)]
-
-
-def _accounted(label: str, env: Mapping[str, str]) -> list[slurm.Ended]:
-    """Return an ended job from Slurm's accounting, if it is listed there."""
-    try:
-        return slurm.ended(label, env) if slurm.is_label(label) else []
-    except slurm.NoAnswerError:
-        return []
 
 
 def as_json(status: JobStatus, used: Mapping[str, Any] | None = None) -> dict[str, Any]:

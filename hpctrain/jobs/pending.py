@@ -83,10 +83,7 @@ def _options(job: slurm.QueuedJob, env: Mapping[str, str]) -> str:
 
 def _limits(partition: str, env: Mapping[str, str]) -> str:
     """Return the longest time and the number of nodes of a partition."""
-    try:
-        own = [one for one in slurm.partitions(env) if one.name == partition]
-    except slurm.NoAnswerError:
-        return ""
+    own = [one for one in slurm.partitions(env) if one.name == partition]
     if not own:
         return ""
     nodes = sum(int(one.nodes) for one in own if one.nodes.isdigit())
@@ -140,10 +137,7 @@ def _others(job: slurm.QueuedJob, env: Mapping[str, str]) -> Iterator[str]:
             yield f"--time={-(-limit // share // 60)}"
     if nodes > 1:
         yield f"--nodes={nodes // 2}"
-    try:
-        names = dict.fromkeys(one.name for one in slurm.partitions(env) if one.up)
-    except slurm.NoAnswerError:
-        return
+    names = dict.fromkeys(one.name for one in slurm.partitions(env) if one.up)
     for name in [name for name in names if name != job.partition][:_MOST_PARTITIONS]:
         yield f"--partition={name}"
 

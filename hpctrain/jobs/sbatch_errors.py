@@ -4,7 +4,6 @@ Source of Slurm's texts: src/common/slurm_errno.c and src/sbatch/opt.c. A text t
 the table is passed on unchanged.
 """
 
-import getpass
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -97,16 +96,13 @@ def _fix(name: str, value: str) -> str:
 
 def _accepted(name: str, env: Mapping[str, str]) -> list[str]:
     """Return the values that Slurm accepts for a field; empty if they are not known."""
-    if name not in ("account", "qos", "partition", "time", "gpus_per_node"):
+    if name == "account":
+        return slurm.accounts(env)
+    if name == "qos":
+        return slurm.qualities(env)
+    if name not in ("partition", "time", "gpus_per_node"):
         return []
-    try:
-        if name == "account":
-            return slurm.accounts(getpass.getuser(), env)
-        if name == "qos":
-            return slurm.qualities(getpass.getuser(), env)
-        partitions = [partition for partition in slurm.partitions(env) if partition.up]
-    except (slurm.NoAnswerError, KeyError, OSError):  # also a user without a name
-        return []
+    partitions = [partition for partition in slurm.partitions(env) if partition.up]
     if name == "gpus_per_node":
         return list(dict.fromkeys(one.gpus or "none" for one in partitions))
     return list(dict.fromkeys(f"{one.name} (up to {one.limit})" for one in partitions))

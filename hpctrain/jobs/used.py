@@ -87,17 +87,7 @@ def of_job(status: JobStatus, env: Mapping[str, str]) -> JobUse:
         nodes=nodes if job is not None else None,
         seconds=seconds,
         time=job.used if job is not None else "",
-        task_memory=_accounted(status, env),
+        task_memory=slurm.largest_memory(status.label, env) or None,
         ranks=ranks,
         enough=used.enough(ranks, seconds if ended else None),
     )
-
-
-def _accounted(status: JobStatus, env: Mapping[str, str]) -> float | None:
-    """Return the largest memory of a task in Slurm's accounting; None without it."""
-    if not status.label or not slurm.is_label(status.label):
-        return None
-    try:
-        return slurm.largest_memory(status.label, env) or None
-    except slurm.NoAnswerError:
-        return None

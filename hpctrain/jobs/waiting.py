@@ -183,10 +183,9 @@ def _outcomes(
     """Return the last states from Slurm; for forgotten jobs, ask its accounting."""
     ends = {label: (job.state, job.code) for label, job in jobs.items() if not job.active}
     if not jobs or any(label not in ends and label not in listed for label in jobs):
-        with contextlib.suppress(slurm.NoAnswerError):
-            for record in slurm.ended(number, env):
-                if record.state in slurm.ENDED:
-                    ends.setdefault(record.label, (record.state, record.code))
+        for record in slurm.ended(number, env):
+            if record.state in slurm.ENDED:
+                ends.setdefault(record.label, (record.state, record.code))
     # Tasks that never ran are cancelled as one row, by the number of the array.
     for label in jobs or ([] if ends else [number]):
         ends.setdefault(label, (slurm.FORGOTTEN, 0))

@@ -1,7 +1,6 @@
 """Copies of code, an environment and data on each host's own disk, for as long as the ranks run."""
 
 import contextlib
-import getpass
 import glob
 import os
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
+from hpctrain.cluster.texts import user_name
 from hpctrain.errors import StartError
 
 __all__ = ["Staging", "staged"]
@@ -56,7 +56,7 @@ def staged(
         yield {}, None
         return
     top = Path(env.get("SLURM_TMPDIR") or env.get("TMPDIR") or "/tmp")  # noqa: S108
-    folder = top / f"hpctrain-{_user()}-{name}"
+    folder = top / f"hpctrain-{user_name()}-{name}"
     try:
         _remove_earlier(folder)
         folder.mkdir(mode=0o700)
@@ -108,13 +108,6 @@ def _copy(files: Staging, folder: Path, env: Mapping[str, str]) -> dict[str, str
         shutil.copytree(files.data, place, ignore=own, copy_function=shutil.copyfile)
         variables[env_vars.DATA] = str(folder / "data")
     return variables
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # the user has no name on this host
-        return str(os.getuid())
 
 
 def _run(*command: str) -> None:

@@ -223,10 +223,19 @@ def test_sacct_and_sacctmgr_jobs_and_accounts(fake):
     ]
     more = 'case "$*" in *associations*) printf "b\\na\\nb\\n"; exit;; esac'
     fake.command("sacctmgr", "b", more=more)
-    assert slurm.accounts("ada", fake.env) == ["b", "a"]
-    fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
-    with pytest.raises(slurm.NoAnswerError, match="disabled"):
-        slurm.ended("70", fake.env)
+    assert slurm.accounts(fake.env) == ["b", "a"]
+
+
+@pytest.mark.parametrize("output", ["", "no columns"])
+def test_accounting_and_partitions_without_an_answer_are_empty(fake, output):
+    for name in ("sacct", "sacctmgr", "sinfo"):
+        fake.command(name, output, error="Slurm accounting storage is disabled", code=not output)
+    assert slurm.ended("70", fake.env) == []
+    assert slurm.ended("no label", fake.env) == []
+    assert slurm.largest_memory("70", fake.env) == 0
+    if not output:
+        assert slurm.accounts(fake.env) == slurm.qualities(fake.env) == []
+    assert slurm.partitions(fake.env) == []
 
 
 def test_hosts_of_a_job_are_not_those_of_a_step_of_mpirun():

@@ -1,7 +1,8 @@
 """The interface to Slurm: no other package runs Slurm's commands.
 
 A cluster may have no Slurm, a container may lack its commands, and a busy controller may answer
-late. These cases are normal: the result is `None` or `NoAnswerError`, and a run never fails.
+late. These cases are normal: a run never fails. The result is empty or `None` where that is enough
+for all callers, else `NoAnswerError`.
 """
 
 from hpctrain.cluster.commands import NoAnswerError

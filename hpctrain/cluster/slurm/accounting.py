@@ -1,11 +1,17 @@
-"""Slurm's accounting, if the site has one: ended jobs, and the accounts of a user."""
+"""Slurm's accounting: ended jobs, and the accounts of this user.
+
+Many sites have none, and every caller can do without. So each result is empty if the accounting is
+missing or does not answer.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.cluster.commands import NoAnswerError
 from hpctrain.cluster.slurm.asking import ask, exit_code
+from hpctrain.cluster.slurm.job_state import is_label
+from hpctrain.cluster.texts import user_name
 
 _SIZE = re.compile(r"([0-9.]+)([KMGT]?)\Z")
 
@@ -29,69 +35,57 @@ def ended(label: str, env: Mapping[str, str]) -> list[Ended]:
     """Return the records of a job, or of all tasks of an array, from their last start.
 
     Args:
-        label: `JOBID`, or `ARRAYJOBID_TASK`.
+        label: `JOBID`, or `ARRAYJOBID_TASK`; any other text is the label of no job.
         env: environment of the command.
-
-    Raises:
-        NoAnswerError: there is no accounting, or it did not answer.
     """
-    output = ask(
-        ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={label}",
-         "--format=JobID,State,ExitCode"], env,
-    )  # fmt: skip
-    records = []
-    for line in output.splitlines():
-        try:
-            job, state, codes = line.split("|")
-            # "CANCELLED by 1000"
-            records.append(Ended(job, state.partition(" ")[0], exit_code(codes)))
-        except ValueError:
-            raise NoAnswerError(f"sacct: no answer that can be read: {line[:200]!r}") from None
-    return records
+    rows = _of_job(label, ["--allocations", "--format=JobID,State,ExitCode"], env)
+    try:
+        # "CANCELLED by 1000"
+        return [
+            Ended(job, state.partition(" ")[0], exit_code(codes))
+            for job, state, codes in (row.split("|") for row in rows)
+        ]
+    except ValueError:  # no answer that can be read
+        return []
 
 
 def largest_memory(label: str, env: Mapping[str, str]) -> float:
     """Return the most bytes of memory that a task of a job has used; 0 if that is not recorded.
 
     Args:
-        label: `JOBID`, or `ARRAYJOBID_TASK`.
-        env: environment of the command.
-
-    Raises:
-        NoAnswerError: there is no accounting, or it did not answer.
+        label, env: as for `ended`.
     """
-    output = ask(
-        ["sacct", "--noheader", "--parsable2", "--noconvert", f"--jobs={label}", "--format=MaxRSS"],
-        env,
-    )
-    sizes = filter(None, map(_SIZE.match, output.split()))
+    sizes = filter(None, map(_SIZE.match, _of_job(label, ["--noconvert", "--format=MaxRSS"], env)))
     return max(
         (float(size[1]) * 1024 ** " KMGT".index(size[2] or " ") for size in sizes), default=0
     )
 
 
-def accounts(user: str, env: Mapping[str, str]) -> list[str]:
-    """Return the accounts that a user may use: the default one first, the others sorted.
-
-    Raises:
-        NoAnswerError: there is no accounting, or it did not answer.
-    """
-    names = _show(["associations", f"user={user}", "format=Account"], env)
-    default = _show(["user", user, "format=DefaultAccount"], env)
+def accounts(env: Mapping[str, str]) -> list[str]:
+    """Return the accounts that this user may use: the default one first, the others sorted."""
+    names = _show(["associations", f"user={user_name()}", "format=Account"], env)
+    default = _show(["user", user_name(), "format=DefaultAccount"], env)
     return sorted(set(names), key=lambda name: (name not in default, name))
 
 
-def qualities(user: str, env: Mapping[str, str]) -> list[str]:
-    """Return the qualities of service (QOS) that a user may ask for, sorted.
-
-    Raises:
-        NoAnswerError: there is no accounting, or it did not answer.
-    """
-    lists = _show(["associations", f"user={user}", "format=QOS"], env)
+def qualities(env: Mapping[str, str]) -> list[str]:
+    """Return the qualities of service (QOS) that this user may ask for, sorted."""
+    lists = _show(["associations", f"user={user_name()}", "format=QOS"], env)
     return sorted({name for names in lists for name in names.split(",")})
 
 
-def _show(words: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return the lines of `sacctmgr show` that are not empty."""
-    output = ask(["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", *words], env)
+def _of_job(label: str, options: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    return _lines(["sacct", f"--jobs={label}", *options], env) if is_label(label) else []
+
+
+def _show(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    return _lines(["sacctmgr", "--readonly", "show", *words], env)
+
+
+def _lines(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return the lines of a command's answer that are not empty."""
+    try:
+        output = ask([command[0], "--noheader", "--parsable2", *command[1:]], env)
+    except NoAnswerError:
+        return []
     return [line.strip() for line in output.splitlines() if line.strip()]

@@ -40,16 +40,16 @@ class Partition:
 def partitions(env: Mapping[str, str]) -> list[Partition]:
     """Return all partitions visible to the user; one entry for each kind of node in a partition.
 
-    Raises:
-        NoAnswerError: Slurm is absent or did not answer.
+    Returns:
+        The partitions; none if Slurm is absent or does not answer.
     """
-    output = ask(["sinfo", "--noheader", "--format=%P|%l|%D|%a|%G"], env)
+    try:
+        output = ask(["sinfo", "--noheader", "--format=%P|%l|%D|%a|%G"], env)
+    except NoAnswerError:
+        return []
     rows = []
-    for line in output.splitlines():
-        columns = line.split("|", 4)
-        if len(columns) != 5:
-            raise NoAnswerError(f"sinfo: no answer that can be read: {line[:200]!r}")
-        name, limit, nodes, up, gres = columns
+    answer = [line.split("|", 4) for line in output.splitlines()]
+    for name, limit, nodes, up, gres in (columns for columns in answer if len(columns) == 5):
         gpus = ",".join(
             entry.partition("(")[0] for entry in gres.split(",") if entry.startswith("gpu")
         )

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import getpass
 import json
 import os
 import secrets
@@ -16,6 +15,7 @@ from typing import Any
 
 from hpctrain.cluster import env_vars, proc
 from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.texts import user_name
 from hpctrain.process.logging import logger
 from hpctrain.rundir import create, replace
 
@@ -212,13 +212,6 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
         namespace=proc.namespace(),
         pid=os.getpid(),
         started=proc.started(os.getpid()) or 0,
-        user=_user(),
+        user=user_name(),
         since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
     )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())  # the container has no name for this user
