@@ -18,15 +18,7 @@ __all__ = ["add", "as_json"]
 _SECONDS_TO_MEET = 30.0
 # Columns of the table of ranks, with their keys in the entries.
 _OF_A_RANK = {"LOCAL RANK": "local_rank", "CORES": "cores", "GPUS": "gpus", "PID": "pid"}
-_FIELDS = (
-    "rank",
-    "world_size",
-    "local_rank",
-    "local_world_size",
-    "node_rank",
-    "num_nodes",
-    "hosts",
-)
+_FIELDS = [field.name for field in dataclasses.fields(World) if field.name != "launcher"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +164,7 @@ def _of_this_rank(world: World, env: Mapping[str, str]) -> dict[str, str]:
 
     gpus = visible_gpus.visible(env)
     return {
-        "local_rank": "?" if world.local_rank is None else str(world.local_rank),
+        "local_rank": str(world.local_rank),
         "cores": str(len(os.sched_getaffinity(0))),
         "gpus": ",".join(gpus.names if gpus else visible_gpus.here()),
         "pid": str(os.getpid()),

@@ -7,14 +7,12 @@ hpctrain submit JOB.toml --nodes 4 -- --lr 0.1        more arguments for the com
 import argparse
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import site
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["EXAMPLE", "add_job_options", "no_command", "option", "spec_from"]
@@ -128,15 +126,14 @@ def _add(group: Any, field: dataclasses.Field[Any]) -> None:
     group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **keywords)
 
 
-def spec_from(arguments: argparse.Namespace, complete: bool = True) -> JobSpec:
-    """Return the job of a command line and its JOB.toml.
+def spec_from(arguments: argparse.Namespace) -> JobSpec:
+    """Return the job of a command line and its JOB.toml, without the defaults of the shell.
 
     With launcher "none" the job may lack a command, which then follows the script's name on the
     command line of sbatch.
 
     Args:
         arguments: parsed command line.
-        complete: whether to add the defaults of the shell.
 
     Raises:
         UsageError: the command line describes no job, or an impossible one.
@@ -153,7 +150,7 @@ def spec_from(arguments: argparse.Namespace, complete: bool = True) -> JobSpec:
     spec = JobSpec(**options)
     if not spec.command and spec.launcher != "none":
         raise no_command()
-    return site.completed(spec, os.environ) if complete else spec
+    return spec
 
 
 def no_command() -> UsageError:

@@ -5,17 +5,16 @@ import os
 import re
 import sys
 
-from hpctrain.cli.terminal import note
+from hpctrain.cli.terminal import INTERRUPTED, note
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError, exit_codes
-from hpctrain.jobs import job_status, job_tables, lookup, run_progress
+from hpctrain.jobs import job_status, job_tables
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.waiting import Log, Stream, wait, worst
 
 __all__ = ["add"]
 
-_DETACHED = 130  # a shell's exit code after Ctrl-C
 _FAILED = "failed"
 _RANK = re.compile(r"rank ([0-9]+) ")
 
@@ -96,8 +95,7 @@ def _found(name: str) -> JobStatus:
         found = job_status.named(name, slurm.jobs(os.environ, uid=os.getuid()), os.environ)
     except slurm.NoAnswerError as error:
         note(f"Slurm does not answer: {error}")
-        path = lookup.without_slurm(name)
-        found = [job_status.of_run(path, run_progress.label_of(path))]
+        found = job_status.without_slurm([name])
     if len(found) != 1:
         labels = ", ".join(status.label for status in found)
         raise UsageError(
@@ -134,7 +132,7 @@ def _follow(job: slurm.QueuedJob, out: Stream) -> int:
         outcomes = wait(job.label, os.environ, note, Log(0, out))
     except KeyboardInterrupt:
         note(f"job {job.label} continues")
-        return _DETACHED
+        return INTERRUPTED
     code = worst(outcomes)
     note(f"job {job.label} has ended: {outcomes[0].state.lower()}, exit code {code}")
     return code

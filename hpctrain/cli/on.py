@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpctrain.cli.terminal import note, put
+from hpctrain.cli.terminal import INTERRUPTED, note, put
 from hpctrain.cluster.commands import NoAnswerError
 from hpctrain.errors import HpctrainError, StartError, UsageError, exit_codes
 from hpctrain.jobs import over_ssh
@@ -15,7 +15,6 @@ from hpctrain.jobs import over_ssh
 __all__ = ["add"]
 
 _SECONDS_FOR_ALL = 2.0
-_INTERRUPTED = 130  # a shell's exit code after Ctrl-C
 _WITH_A_TERMINAL = ("top",)
 _HERE = ("pull",)
 _COMMANDS = ("submit", "status", "logs", "top", "cancel", "requeue", "lint", "diff", "doctor")
@@ -65,7 +64,7 @@ def _main(arguments: argparse.Namespace) -> int:
     try:
         return over_ssh.run_there(cluster, command, os.environ, terminal=terminal).returncode
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _pull(cluster: over_ssh.Cluster, names: list[str]) -> int:

@@ -1,11 +1,13 @@
 """`hpctrain render`: write the batch script of a job, as text."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from hpctrain.cli.job_options import add_job_options, spec_from
 from hpctrain.errors import UsageError
+from hpctrain.jobs import site
 from hpctrain.jobs.schedulers import SCHEDULERS
 from hpctrain.jobs.script import render
 
@@ -34,7 +36,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # As bytes, because the terminal may have another encoding than the file.
-    text = render(spec_from(arguments), scheduler=arguments.scheduler)
+    spec = site.completed(spec_from(arguments), os.environ)
+    text = render(spec, scheduler=arguments.scheduler)
     script = text.encode(errors="surrogateescape")
     if arguments.to is None:
         sys.stdout.buffer.write(script)

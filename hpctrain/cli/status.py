@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError, exit_codes
-from hpctrain.jobs import job_status, job_tables, lookup, pending, run_progress
+from hpctrain.jobs import job_status, job_tables, pending
 from hpctrain.jobs.job_status import JobStatus
 
 __all__ = ["add"]
@@ -48,7 +48,7 @@ def _main(arguments: argparse.Namespace) -> int:
         command, name, last = str(error).rpartition("squeue: ")
         slurm_error = f"{name}{last}" if command else str(error)
         sys.stderr.write(f"hpctrain: Slurm does not answer: {slurm_error}\n")
-        statuses = _without_slurm(arguments.names)
+        statuses = job_status.without_slurm(arguments.names)
     else:
         statuses = _with_slurm(arguments.names, user_jobs)
     if arguments.json:
@@ -101,9 +101,3 @@ def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> l
         ]
     except slurm.NoAnswerError as error:
         raise StartError("HT816", f"Slurm does not answer: {error}", "an answer") from None
-
-
-def _without_slurm(names: Sequence[str]) -> list[JobStatus]:
-    """Return the status of the named runs, or of all below ./runs, from their directories only."""
-    paths = [lookup.without_slurm(name) for name in names] if names else lookup.runs()
-    return [job_status.of_run(path, run_progress.label_of(path)) for path in paths]

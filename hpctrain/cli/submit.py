@@ -13,7 +13,7 @@ from hpctrain.cli.job_options import (
     no_command,
     spec_from,
 )
-from hpctrain.cli.terminal import note
+from hpctrain.cli.terminal import INTERRUPTED, note
 from hpctrain.cluster.texts import printable
 from hpctrain.jobs import site
 from hpctrain.jobs.spec import JobSpec
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _MOST_FAILURES = 10
-_DETACHED = 130  # a shell's exit code after Ctrl-C
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     from hpctrain.jobs import job_paths, submission  # imported here, as below, for a fast --help
 
-    described = spec_from(arguments, complete=False)
+    described = spec_from(arguments)
     if not described.command:
         raise no_command()
     spec = site.completed(described, os.environ)
@@ -102,8 +101,8 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
     notes = job_checks.check(spec, os.environ)
     sys.stdout.buffer.write(submission.text(spec).encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
-    for name, (_, source) in site.defaults(described, os.environ).items():
-        note(f"{name}: from {source}")
+    for name in site.defaults(described, os.environ):
+        note(f"{name}: from ${site.VARIABLES[name]}")
     clean, ignored = job_environment.environ(spec, os.environ)
     for line in (*notes, *ignored):
         note(line)
@@ -130,7 +129,7 @@ def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
     except KeyboardInterrupt:
         note(f"job {job} continues")
         _print_next(spec, job)
-        return _DETACHED
+        return INTERRUPTED
     code = waiting.worst(outcomes)
     states = ", ".join(sorted({outcome.state.lower() for outcome in outcomes}))
     if spec.indices:

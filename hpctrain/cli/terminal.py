@@ -2,7 +2,9 @@
 
 import sys
 
-__all__ = ["note", "put"]
+__all__ = ["INTERRUPTED", "note", "put"]
+
+INTERRUPTED = 130  # a shell's exit code after Ctrl-C
 
 
 def put(text: str) -> None:

@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["listed", "nearest", "option_meant", "printable", "ranks_text", "user_name"]
+__all__ = ["listed", "nearest", "option_meant", "printable", "ranks_text", "shortened", "user_name"]
 
 _MOST_WORDS = 8
 
@@ -70,6 +70,11 @@ def option_meant(message: str, options: Iterable[str]) -> str:
     known = list(options)
     completions = (option for option in known if option.startswith(unknown))
     return next(completions, None) or nearest(unknown, known)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text, cut to a number of characters of which the last one is then `…`."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def user_name() -> str:

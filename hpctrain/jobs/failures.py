@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hpctrain.cluster.texts import printable
+from hpctrain.cluster.texts import printable, shortened
 from hpctrain.errors import exit_codes
 from hpctrain.jobs.run_progress import Progress, end_of
 
@@ -41,5 +41,4 @@ def cause(run: Progress | None, log: Path | None, code: int | None, last_line: b
         text = "".join(others[-1:]) if last_line else ""
         if conclusions:
             text = conclusions[-1][conclusions[-1].lastindex or 0]
-    text = printable(text.strip())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return shortened(printable(text.strip()), _LONGEST)

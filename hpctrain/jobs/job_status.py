@@ -2,9 +2,8 @@
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs import failures, log_names, lookup
 from hpctrain.jobs.run_progress import Progress, label_of, progress, run_of
 from hpctrain.jobs.slurm_reasons import bare, explained
-from hpctrain.jobs.units import slurm_seconds
+from hpctrain.jobs.units import slurm_date, slurm_seconds
 
-__all__ = ["JobStatus", "as_json", "listed", "named", "of_queued", "of_run", "of_unlisted"]
+__all__ = ["JobStatus", "as_json", "listed", "named", "of_queued", "without_slurm"]
 
 # Status of a run that has recorded no end, and of a folder without a run, if their job is over.
 INTERRUPTED, NEVER_BEGAN = "interrupted", "never began"
@@ -32,16 +31,21 @@ class JobStatus:
         queued: record in the controller's list, or None.
         ended: record in Slurm's accounting, or None.
         run_dir: run directory, or None.
-        progress: progress of the run; None if the run directory has no run yet.
         forgotten: whether Slurm has answered, and does not list the job of the run any more.
+        progress: progress of the run; None if the run directory has no run yet.
     """
 
     label: str
     queued: slurm.QueuedJob | None = None
     ended: slurm.Ended | None = None
     run_dir: Path | None = None
-    progress: Progress | None = None
     forgotten: bool = False
+    progress: Progress | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the progress of the run."""
+        found = progress(self.run_dir) if self.run_dir else None
+        object.__setattr__(self, "progress", found)
 
     @property
     def run_status(self) -> str:
@@ -80,27 +84,26 @@ class JobStatus:
 
 def of_queued(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> JobStatus:
     """Return the status of a job in the controller's list; `named` is as in `run_of`."""
-    run = run_of(job, env, named)
-    return JobStatus(job.label, job, None, run, progress(run) if run else None)
+    return JobStatus(job.label, job, run_dir=run_of(job, env, named))
 
 
-def of_ended(job: slurm.Ended, run: Path | None) -> JobStatus:
-    """Return the status of a job that only Slurm's accounting has."""
-    return JobStatus(job.label, None, job, run, progress(run) if run else None)
+def without_slurm(names: Sequence[str]) -> list[JobStatus]:
+    """Return the status of the named runs, or of all below ./runs, from their directories only.
+
+    Raises:
+        UsageError: no run here has a name.
+    """
+    paths = [lookup.without_slurm(name) for name in names] if names else lookup.runs()
+    return [JobStatus(label_of(path), run_dir=path) for path in paths]
 
 
-def of_run(run: Path, label: str, forgotten: bool = False) -> JobStatus:
-    """Return the status of a run whose job is not in Slurm; `forgotten` is that of JobStatus."""
-    return JobStatus(label, None, None, run, progress(run), forgotten)
-
-
-def of_unlisted(run: Path, label: str) -> JobStatus:
+def _of_unlisted(run: Path, label: str) -> JobStatus:
     """Return the status of a run whose job Slurm has not listed among those of this user."""
     try:
         own = run.stat().st_uid == os.getuid()
     except OSError:
         own = False
-    return of_run(run, label, bool(label) and own)
+    return JobStatus(label, run_dir=run, forgotten=bool(label) and own)
 
 
 def listed(
@@ -116,7 +119,7 @@ def listed(
     others = [path for path in lookup.runs() if os.path.realpath(path) not in shown]
     others.sort(key=_changed)
     newest = others[-_MOST_RUNS:]
-    statuses += [of_unlisted(path, label_of(path)) for path in newest]
+    statuses += [_of_unlisted(path, label_of(path)) for path in newest]
     return statuses, len(others) - len(newest)
 
 
@@ -140,14 +143,14 @@ def named(
         found = lookup.find(name, user_jobs, env)
     except UsageError:
         if ended := slurm.ended(name, env):
-            return [of_ended(job, None) for job in ended]
+            return [JobStatus(job.label, ended=job) for job in ended]
         raise
     if found.jobs or found.run_dir is None:
         return [of_queued(job, env) for job in found.jobs]
     ended = slurm.ended(found.label, env)
     if len(ended) == 1:
-        return [of_ended(ended[0], found.run_dir)]
-    return [of_unlisted(found.run_dir, found.label)]
+        return [JobStatus(ended[0].label, ended=ended[0], run_dir=found.run_dir)]
+    return [_of_unlisted(found.run_dir, found.label)]
 
 
 def as_json(status: JobStatus, used: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -170,8 +173,8 @@ def as_json(status: JobStatus, used: Mapping[str, Any] | None = None) -> dict[st
         "restarts": job and job.restarts,
         "elapsed_seconds": slurm_seconds(job.used) if job and job.state != "PENDING" else None,
         "remaining_seconds": slurm_seconds(job.left) if job and job.active else None,
-        "start_time": job and _unix_time(job.start),
-        "submit_time": job and _unix_time(job.submitted),
+        "start_time": job and slurm_date(job.start),
+        "submit_time": job and slurm_date(job.submitted),
         "dependency": (job.dependency if job and job.dependency != "(null)" else "") or None,
         "reason": (bare(job.reason) or None) if job else None,
         "explanation": (explained(job) or None) if job else None,
@@ -201,14 +204,6 @@ def _hosts(hosts: str) -> list[str] | None:
     try:
         return expand(hosts)
     except UsageError:
-        return None
-
-
-def _unix_time(text: str) -> int | None:
-    """Return the seconds since 1970 of a local time in Slurm's format; None for another text."""
-    try:
-        return int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
-    except (ValueError, OverflowError):
         return None
 
 

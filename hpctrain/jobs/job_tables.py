@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.cluster import slurm
-from hpctrain.cluster.texts import printable
+from hpctrain.cluster.texts import printable, shortened
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.pending import since
 from hpctrain.jobs.run_progress import Progress
@@ -35,9 +35,9 @@ def row_of(status: JobStatus) -> tuple[str, ...]:
         state = printable(status.ended.state).lower()
         texts += [f"exit code {status.ended.code}"] if status.ended.code else []
     else:
-        state = _cut(printable(status.run_status), _LONGEST_NAME)
+        state = shortened(printable(status.run_status), _LONGEST_NAME)
         reason = status.progress.reason if status.progress else ""
-        texts += [_cut(printable(reason), _LONGEST_REASON)] if reason else []
+        texts += [shortened(printable(reason), _LONGEST_REASON)] if reason else []
     return (status.label, "", state, *[""] * 4, *figures, "; ".join(texts))
 
 
@@ -50,7 +50,7 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
         texts += [f"after {printable(job.dependency)}"] if job.dependency != "(null)" else []
         texts += [f"expected start {job.start.replace('T', ' ')}"] if "T" in job.start else []
     return (
-        _cut(printable(job.name), _LONGEST_NAME),
+        shortened(printable(job.name), _LONGEST_NAME),
         printable(job.state).lower(),
         job.nodes if waits or not job.hosts else f"{job.nodes} {printable(job.hosts)}",
         str(job.restarts or ""),
@@ -106,7 +106,7 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
             for index in used
         ]
         line = "  ".join(cells).rstrip()
-        lines.append(_cut(line, width) if width else line)
+        lines.append(shortened(line, width) if width else line)
     return "\n".join(lines) + "\n"
 
 
@@ -129,7 +129,3 @@ def place(path: Path) -> str:
         return printable(path)
     text = os.path.normpath(os.path.join(folder, path))
     return printable(os.path.relpath(text, folder) if text.startswith(folder + os.sep) else text)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

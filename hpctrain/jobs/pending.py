@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
-from hpctrain.jobs.units import slurm_seconds
+from hpctrain.jobs.units import slurm_date, slurm_seconds
 
 __all__ = ["lines", "since"]
 
@@ -18,7 +18,6 @@ _MOST_PARTITIONS = 2
 _SECONDS_TO_ANSWER = 10.0
 # "sbatch: Job 7 to start at 2026-11-21T10:00:00 using 2 processors on nodes …"
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
-_FORMAT = "%Y-%m-%dT%H:%M:%S"
 _WORTH = 60.0  # seconds by which another option has to start sooner
 # The options that a reason is about, by the beginning of the reason.
 _OPTIONS = {
@@ -36,7 +35,7 @@ _OPTIONS = {
 
 def since(job: slurm.QueuedJob) -> str:
     """Return since when a job waits, and how long that is; empty if that is unknown."""
-    begin = _unix(job.submitted)
+    begin = slurm_date(job.submitted)
     if job.state != "PENDING" or begin is None:
         return ""
     return f"since {job.submitted.replace('T', ' ')} ({_duration(time.time() - begin)})"
@@ -142,21 +141,14 @@ def _others(job: slurm.QueuedJob, env: Mapping[str, str]) -> Iterator[str]:
         yield f"--partition={name}"
 
 
-def _start(script: bytes, options: list[str], env: Mapping[str, str]) -> float | None:
+def _start(script: bytes, options: list[str], env: Mapping[str, str]) -> int | None:
     """Return when a new job with these options would start; None if Slurm does not tell."""
     try:
         answer = slurm.sbatch(script, env, ["--test-only", *options], _SECONDS_TO_ANSWER)
     except slurm.NoAnswerError:
         return None
     match = _START.search(answer.message)
-    return _unix(match[1]) if match else None
-
-
-def _unix(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, _FORMAT))
-    except (ValueError, OverflowError):
-        return None
+    return slurm_date(match[1]) if match else None
 
 
 def _duration(seconds: float) -> str:

@@ -15,10 +15,10 @@ __all__ = ["VARIABLES", "completed", "defaults"]
 VARIABLES = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
 
 
-def defaults(spec: JobSpec, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return value and source for each of account, partition and qos that a job leaves open."""
+def defaults(spec: JobSpec, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return a value for each of account, partition and qos that a job leaves open."""
     return {
-        name: (env[variable], f"${variable}")
+        name: env[variable]
         for name, variable in VARIABLES.items()
         if not getattr(spec, name) and env.get(variable)
     }
@@ -30,5 +30,4 @@ def completed(spec: JobSpec, env: Mapping[str, str]) -> JobSpec:
     Raises:
         UsageError: one of them has an invalid value.
     """
-    values: dict[str, Any] = {name: value for name, (value, _) in defaults(spec, env).items()}
-    return replace(spec, **values)
+    return replace(spec, **defaults(spec, env))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from dataclasses import field as dataclass_field
 from typing import Any
 
-from hpctrain.cluster.texts import nearest
+from hpctrain.cluster.texts import nearest, shortened
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
 
@@ -290,5 +290,4 @@ def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageErr
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "…"
+    return shortened(repr(value), 100)

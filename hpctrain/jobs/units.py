@@ -1,8 +1,9 @@
 """Times and sizes, as people and as Slurm write them. Pure."""
 
 import re
+import time
 
-__all__ = ["gpu_count", "memory", "seconds", "slurm_seconds", "slurm_time"]
+__all__ = ["gpu_count", "memory", "seconds", "slurm_date", "slurm_seconds", "slurm_time"]
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?\Z", re.ASCII)
@@ -44,6 +45,14 @@ def slurm_seconds(text: str) -> int | None:
         hours, minutes, rest = [*parts, 0, 0][:3]
         return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
     return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+
+
+def slurm_date(text: str) -> int | None:
+    """Return the seconds since 1970 of a local time as Slurm prints it; None for another text."""
+    try:
+        return int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
+    except (ValueError, OverflowError):
+        return None
 
 
 def slurm_time(text: str) -> str:

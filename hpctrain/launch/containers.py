@@ -7,9 +7,7 @@ from pathlib import Path
 from hpctrain.cluster import env_vars
 from hpctrain.errors import UsageError
 
-__all__ = ["RUNTIMES", "apptainer", "pyxis"]
-
-RUNTIMES = ("apptainer", "pyxis")
+__all__ = ["apptainer", "pyxis"]
 
 # Characters that the names of mounted folders cannot have. Pyxis writes them into a script of bash.
 _OF_BOTH = ",:"

@@ -1,6 +1,7 @@
 """The defaults of a cluster, from the shell, and their precedence."""
 
 import argparse
+import os
 
 from hpctrain.cli import job_options
 from hpctrain.jobs import site
@@ -10,7 +11,7 @@ from hpctrain.jobs.spec import JobSpec
 def spec_of(*words):
     parser = argparse.ArgumentParser()
     job_options.add_job_options(parser)
-    return job_options.spec_from(parser.parse_args([*words]))
+    return site.completed(job_options.spec_from(parser.parse_args([*words])), os.environ)
 
 
 def test_site_shell_file_and_option_precedence(tmp_path, monkeypatch):
@@ -31,4 +32,4 @@ def test_job_spec_in_python_uses_the_shell():
     env = {"SBATCH_QOS": "shell", "SBATCH_ACCOUNT": "shell", "SBATCH_TIMELIMIT": "1"}
     spec = site.completed(JobSpec(command="x", account="own"), env)
     assert (spec.account, spec.qos, spec.partition, spec.time) == ("own", "shell", "", "")
-    assert site.defaults(JobSpec(account="own"), env) == {"qos": ("shell", "$SBATCH_QOS")}
+    assert site.defaults(JobSpec(account="own"), env) == {"qos": "shell"}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hpctrain.cluster.texts import printable
+from hpctrain.cluster.texts import printable, shortened
 
 __all__ = ["Found", "LintFinding", "shown"]
 
@@ -31,5 +31,4 @@ class LintFinding:
 
 def shown(text: str) -> str:
     """Return a part of the script for messages: one short line without control characters."""
-    clean = printable(text)
-    return clean if len(clean) <= _LONGEST else clean[: _LONGEST - 1] + "…"
+    return shortened(printable(text), _LONGEST)
