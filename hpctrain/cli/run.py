@@ -305,10 +305,11 @@ def _frozen(
     arguments: argparse.Namespace, command: list[str], env: dict[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Return command and environment of ranks that run the code of a snapshot."""
+    from hpctrain.cluster.job import submit_folder
     from hpctrain.launch.frozen_program import from_snapshot
     from hpctrain.rundir import frozen_code
 
-    store = Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd()) / frozen_code.STORE
+    store = submit_folder(env) / frozen_code.STORE
     folder = frozen_code.files(store, arguments.code)
     snapshot = frozen_code.read(store, arguments.code)
     if arguments.stage_code:

@@ -1,12 +1,14 @@
 """The job of a scheduler, independent of the launcher that started the ranks in it."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.cluster.env_vars import number
 
-__all__ = ["Allocation", "detect"]
+__all__ = ["Allocation", "detect", "submit_folder"]
 
 # Schedulers of which only the job id and the array index are read. LSF numbers the tasks of an
 # array from 1 and gives other jobs the index 0; PBS includes the index in the id.
@@ -34,7 +36,6 @@ class Allocation:
         array_task: index in the array, or None.
         restart_count: number of times that the job was requeued.
         end_time: end of the time limit, in seconds since the epoch, or None if unknown.
-        submit_dir: folder in which the job was submitted, or None if unknown.
         tasks: number of tasks of the step, or outside of a step of the job; one for each node if
             the number was not given; None if unknown.
         gpus: number of GPUs of this host that belong to the job, or None if unknown.
@@ -46,7 +47,6 @@ class Allocation:
     array_task: int | None = None
     restart_count: int = 0
     end_time: int | None = None
-    submit_dir: str | None = None
     tasks: int | None = None
     gpus: int | None = None
 
@@ -74,6 +74,11 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     return None
 
 
+def submit_folder(env: Mapping[str, str]) -> Path:
+    """Return the folder in which the job of Slurm was submitted, else the current one."""
+    return Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+
+
 def _slurm(env: Mapping[str, str]) -> Allocation:
     """Read the Slurm job from the variables.
 
@@ -89,7 +94,6 @@ def _slurm(env: Mapping[str, str]) -> Allocation:
         array_task=number(env, "SLURM_ARRAY_TASK_ID"),
         restart_count=number(env, "SLURM_RESTART_COUNT") or 0,
         end_time=number(env, "SLURM_JOB_END_TIME"),
-        submit_dir=env.get("SLURM_SUBMIT_DIR"),
         tasks=tasks,
         gpus=int(gpus) if _GPUS.match(gpus) else None,
     )

@@ -6,7 +6,7 @@ Sources: proc(5), MemAvailable; cgroup-v2.rst and cgroup-v1/memory.rst of the Li
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["available", "kills", "limit"]
+__all__ = ["available", "kills", "limit", "of_machine"]
 
 _ROOT = Path("/")
 
@@ -35,7 +35,7 @@ def available(root: Path = _ROOT) -> int | None:
     Args:
         root: folder that contains /proc and /sys.
     """
-    amounts = [_of_machine(root, "MemAvailable"), *(_of_group(*group) for group in _groups(root))]
+    amounts = [of_machine("MemAvailable", root), *(_of_group(*group) for group in _groups(root))]
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -47,7 +47,7 @@ def limit(root: Path = _ROOT) -> int | None:
     """
     limits = (_number(_lines(folder / files.limit)) for folder, files in _groups(root))
     least = min((most for most in limits if most is not None), default=None)
-    total = _of_machine(root, "MemTotal")
+    total = of_machine("MemTotal", root)
     return None if least is None or (total is not None and least >= total) else least
 
 
@@ -64,7 +64,13 @@ def kills(root: Path = _ROOT) -> int:
     return next((int(words[1]) for words in counts if words[0] == "oom_kill"), 0)
 
 
-def _of_machine(root: Path, name: str) -> int | None:
+def of_machine(name: str, root: Path = _ROOT) -> int | None:
+    """Return an amount of /proc/meminfo in bytes; None if it is not there.
+
+    Args:
+        name: name of the amount, such as MemAvailable.
+        root: as for `available`.
+    """
     for line in _lines(root / "proc/meminfo"):
         field, _, value = line.partition(":")
         if field == name:

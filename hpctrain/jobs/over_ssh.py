@@ -20,7 +20,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import HpctrainError, StartError, UsageError
@@ -266,7 +265,7 @@ def _ssh(
     script: str,
     env: Mapping[str, str],
     *,
-    text: bytes | None = None,
+    text: bytes = b"",
     capture: bool = False,
     terminal: bool = False,
     seconds: float | None = None,
@@ -282,14 +281,11 @@ def _ssh(
     argv += ["-t"] if terminal else ["-T"]
     # The login shell may be another one, such as csh or fish.
     argv += ["--", cluster.host, f"exec sh -c {shlex.quote(script)}"]
-    output = subprocess.PIPE if capture else None
-    settings: dict[str, Any] = {"stdout": output, "stderr": output, "env": dict(env)}
-    if text is not None:
-        settings["input"] = text
-    elif not terminal:
-        settings["stdin"] = subprocess.DEVNULL
     try:
-        return subprocess.run(argv, timeout=seconds, check=False, **settings)
+        return subprocess.run(
+            argv, input=None if terminal else text, capture_output=capture, env=dict(env),
+            timeout=seconds, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, _NO_CONNECTION, b"", b"no answer in time")
     except FileNotFoundError:

@@ -56,10 +56,10 @@ def render(spec: JobSpec, tree: str = "", scheduler: str = "slurm") -> str:
         UsageError: options of a command, but no command; the scheduler has nothing for a field.
     """
     chosen = schedulers.of(scheduler)
-    signal = spec.signal if chosen.signals and spec.signal_seconds else ""
-    count = [] if chosen.tasks else ["--nproc-per-node", str(spec.tasks)]
+    signal = spec.signal if chosen.is_slurm and spec.signal_seconds else ""
+    count = [] if chosen.is_slurm else ["--nproc-per-node", str(spec.tasks)]
     return _joined(
-        _head(spec.about, chosen.lines(scheduler, spec)),
+        _head(spec.about, chosen.lines(spec)),
         "\n".join([_GUARD, *([_IGNORE.format(signal=signal)] if signal else [])]),
         chosen.setup,
         _environment(spec),

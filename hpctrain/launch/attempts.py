@@ -7,7 +7,6 @@ hosts share, and also has the files that the attempts share.
 
 import contextlib
 import itertools
-import os
 import secrets
 import shutil
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import detect as detect_job
+from hpctrain.cluster.job import submit_folder
 from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.launch.agent import FirstFailure
 from hpctrain.launch.job_hosts import Attempt, HostsEnd, JobHosts
@@ -87,7 +87,7 @@ class HostChoice:
     ) -> None:
         job = detect_job(env)
         self._hosts, self._job = hosts, job.label if job else ""
-        self._top = Path(env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        self._top = submit_folder(env)
         self._silent: set[str] = set()  # hosts that did not answer when last asked
         self._unfit: set[str] = set()
         self.wanted = len(hosts.names) - spares

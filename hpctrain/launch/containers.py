@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
+from hpctrain.cluster.job import submit_folder
 from hpctrain.errors import UsageError
 
 __all__ = ["apptainer", "pyxis"]
@@ -88,4 +89,4 @@ def _image(name: str, relative: tuple[str, ...], env: Mapping[str, str]) -> str:
     """Return the image, a relative path below the submit directory: ranks may start elsewhere."""
     if "://" in name or os.path.isabs(name) or not name.startswith(relative):
         return name
-    return os.path.join(env.get("SLURM_SUBMIT_DIR") or os.getcwd(), name)
+    return str(submit_folder(env) / name)

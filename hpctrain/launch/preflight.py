@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.cluster import commands, proc
+from hpctrain.cluster import commands, memory
 
 __all__ = ["check"]
 
@@ -50,10 +50,8 @@ def _gpus(env: Mapping[str, str]) -> str:
 
 
 def _memory() -> str:
-    lines = proc.text("meminfo").splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    available = int(found[0]) << 10 if found else _LEAST_MEMORY
-    if available >= _LEAST_MEMORY:
+    available = memory.of_machine("MemAvailable")
+    if available is None or available >= _LEAST_MEMORY:
         return ""
     return f"{available // _MEBIBYTE} MiB of memory are free"
 

@@ -5,7 +5,6 @@ stopped or cancelled, does not.
 """
 
 import contextlib
-import os
 import shlex
 import signal
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.cluster import env_vars, slurm
-from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.job import Allocation, submit_folder
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import UsageError, exit_codes
@@ -119,7 +118,7 @@ class SlurmJob:
         Raises:
             UsageError: $HPCTRAIN_RUN_DIR names one directory for all tasks of an array.
         """
-        top = Path(self.env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        top = submit_folder(self.env)
         count = self.env.get("SLURM_ARRAY_TASK_COUNT", "1")
         exported = self.env.get(env_vars.RUN_DIR)
         if exported and self.allocation.array_task is not None and count not in ("", "1"):
@@ -211,7 +210,7 @@ class SlurmJob:
 
     def _exclude(self, partition: str) -> None:
         """Leave out hosts with faults; only a waiting job takes this, so it is requeued before."""
-        top = Path(self.env.get("SLURM_SUBMIT_DIR") or os.getcwd())
+        top = submit_folder(self.env)
         hosts = host_ledger.avoided(top, self.allocation.label)
         if not hosts:
             return

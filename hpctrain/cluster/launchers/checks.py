@@ -18,11 +18,11 @@ from hpctrain.errors import UsageError
 
 __all__ = ["child", "dropped", "elsewhere", "idle", "nameless", "reset", "stale"]
 
-# Launchers that each task of a step starts, and the command with which they form one start.
-_AGENTS = {
-    "torchrun": "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d "
-    "--rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=HOST:PORT …",
-}
+# With it, the agents of torchrun in each task of a step form one start.
+_ONE_TORCHRUN = (
+    "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID "
+    "--rdzv-endpoint=HOST:PORT …"
+)
 
 
 def idle(
@@ -39,13 +39,13 @@ def idle(
     if world.launcher == "slurm" or job is None or not job.tasks:
         return None
     intended = f"if this is intended: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
-    if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
+    if in_step and world.launcher == "torchrun" and (world.num_nodes or 1) < job.tasks:
         return UsageError(
             "HT111",
             f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
             f"the group of this process has {world.num_nodes or 1}: several trainings at once",
             "one agent on each host, all with the same rendezvous",
-            _AGENTS[world.launcher],
+            _ONE_TORCHRUN,
             intended,
         )
     if job.tasks <= world.world_size:

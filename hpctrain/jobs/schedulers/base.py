@@ -37,32 +37,33 @@ class Scheduler:
     """A scheduler that runs batch scripts.
 
     Attributes:
+        name: name for the user.
         directives: function that returns the lines with the options of a job. It raises ValueError
             with what was found and what was expected.
         lacks: fields of JobSpec that it has no option for.
         setup: lines of bash that come first.
-        signals: whether it sends the signal before the end of the time; else coreutils' `timeout`
-            does.
-        tasks: whether `hpctrain run` reads from its variables how many ranks a host has.
     """
 
+    name: str
     directives: Callable[[JobSpec], Sequence[str]]
     lacks: Sequence[str] = OF_SLURM
     setup: str = ""
-    signals: bool = False
-    tasks: bool = False
 
-    def lines(self, name: str, spec: JobSpec) -> Sequence[str]:
+    @property
+    def is_slurm(self) -> bool:
+        """Whether it sends the signal before the end, and tells `hpctrain run` the ranks."""
+        return self.name == "slurm"
+
+    def lines(self, spec: JobSpec) -> Sequence[str]:
         """Return the lines with the options of a job.
 
         Args:
-            name: name of the scheduler.
             spec: description of the job.
 
         Raises:
             UsageError: the scheduler has no option for some of the values.
         """
-        problems = list(self._problems(name, spec))
+        problems = [] if self.is_slurm else list(self._problems(spec))
         lines: Sequence[str] = ()
         try:
             lines = self.directives(spec)
@@ -73,8 +74,8 @@ class Scheduler:
         return lines
 
     def before_run(self, spec: JobSpec) -> list[str]:
-        """Return the words before `hpctrain run`, which end it in time."""
-        if self.signals or not (spec.time and spec.signal_seconds):
+        """Return the words before `hpctrain run`, which end it in time, as Slurm's signal does."""
+        if self.is_slurm or not (spec.time and spec.signal_seconds):
             return []
         # SECONDS of bash: the time since the start of the script. In the background, `timeout`
         # would send the signal to a second process as well.
@@ -83,22 +84,19 @@ class Scheduler:
         # 0 would mean no limit.
         return ["timeout", *options, f"$(({limit} > SECONDS ? {limit} - SECONDS : 1))"]
 
-    def _problems(self, name: str, spec: JobSpec) -> Iterator[tuple[str, str]]:
-        default = JobSpec()
+    def _problems(self, spec: JobSpec) -> Iterator[tuple[str, str]]:
+        default, there = JobSpec(), f"with the scheduler {self.name}"
         for field in self.lacks:
             if getattr(spec, field) != getattr(default, field):
-                yield (
-                    f"{field} with the scheduler {name}",
-                    "none: its scripts have no option for it",
-                )
-        if name != "slurm" and spec.launcher != "hpctrain":
-            yield f"launcher = {spec.launcher} with the scheduler {name}", "launcher = hpctrain"
-        if name != "slurm" and spec.memory == "0":
-            yield f"memory = 0 with the scheduler {name}", "a size"
-        if name != "slurm" and spec.signal_time and not spec.time:
-            yield f"signal_time without time, with the scheduler {name}", "both"
-        if name != "slurm" and spec.array and spec.run_dir:
-            yield f"run_dir and array with the scheduler {name}", "array: each task has its own"
+                yield f"{field} {there}", "none: its scripts have no option for it"
+        if spec.launcher != "hpctrain":
+            yield f"launcher = {spec.launcher} {there}", "launcher = hpctrain"
+        if spec.memory == "0":
+            yield f"memory = 0 {there}", "a size"
+        if spec.signal_time and not spec.time:
+            yield f"signal_time without time, {there}", "both"
+        if spec.array and spec.run_dir:
+            yield f"run_dir and array {there}", "array: each task has its own"
 
 
 def plain(name: str, value: str) -> str:

@@ -29,4 +29,4 @@ def _lines(spec: JobSpec) -> list[str]:
 
 _NAMES = {"queue": "partition", "bank": "account", "dependency": "dependency"}
 # It has no limit for the memory, and its arrays are several jobs.
-SCHEDULER = Scheduler(_lines, lacks=(*OF_SLURM, "memory", "array"))
+SCHEDULER = Scheduler("flux", _lines, lacks=(*OF_SLURM, "memory", "array"))

@@ -47,4 +47,4 @@ def _condition(dependency: str) -> str:
     return " && ".join(f"{condition}({job})" for job in match[2].split(":")[1:])
 
 
-SCHEDULER = Scheduler(_lines)
+SCHEDULER = Scheduler("lsf", _lines)

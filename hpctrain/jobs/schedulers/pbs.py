@@ -43,4 +43,4 @@ def _lines(spec: JobSpec) -> list[str]:
 
 
 # PBS starts a script in the home.
-SCHEDULER = Scheduler(_lines, setup='cd "$PBS_O_WORKDIR"')
+SCHEDULER = Scheduler("pbs", _lines, setup='cd "$PBS_O_WORKDIR"')

@@ -67,4 +67,4 @@ def _again(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
             yield name, None if extra is True else str(extra)
 
 
-SCHEDULER = Scheduler(_lines, lacks=(), signals=True, tasks=True)
+SCHEDULER = Scheduler("slurm", _lines, lacks=())
