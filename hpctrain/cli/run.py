@@ -37,8 +37,14 @@ _OF_AGENTS = (
     *("nproc_per_node", "elastic", "spares"),
     *("stage_code", "stage_environment", "stage_data"),
 )
-# Values of `rank_environment.AS`, which is imported only when it is needed.
-_STYLES = ("hpctrain", "slurm", "torchrun", "mpi", "horovod")
+# Values of --as, and the launcher whose variables the ranks get.
+AS = {
+    "hpctrain": "hpctrain",
+    "slurm": "slurm",
+    "torchrun": "torchrun",
+    "mpi": "openmpi",
+    "horovod": "horovodrun",
+}
 
 
 class _Program(NamedTuple):
@@ -158,7 +164,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     simulated.add_argument(
         "--as",
         dest="style",
-        choices=_STYLES,
+        choices=AS,
         help="launcher whose environment variables the ranks get",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -391,7 +397,7 @@ def _simulated(
     counts = rank_environment.layout(
         arguments.nproc_per_node or "auto", [len(gpus) // nodes] * nodes
     )
-    return starts.simulated(command, counts, env, arguments.style or "hpctrain", gpus)
+    return starts.simulated(command, counts, env, AS[arguments.style or "hpctrain"], gpus)
 
 
 def _check_script(script: str) -> None:

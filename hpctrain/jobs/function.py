@@ -6,7 +6,6 @@ Source for its steps before and after the call: submitit/core/_submit.py, submit
 
 import logging
 import os
-import pickle
 import runpy
 import signal
 import sys
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.errors import HpctrainError, report_uncaught
+from hpctrain.process import calls
 from hpctrain.training.preemption import Stopped
 
 __all__ = ["RankWork", "pack", "run_script"]
@@ -29,7 +29,7 @@ class RankWork:
     """Function and its arguments, which may come from a notebook, for a process of submitit.
 
     Attributes:
-        call: function, arguments and keyword arguments, pickled by cloudpickle.
+        call: function, arguments and keyword arguments, as `calls.pack` returns them.
         path: `sys.path` of the submitting process.
         argv: `sys.argv` of the submitting process.
     """
@@ -46,8 +46,11 @@ class RankWork:
             HpctrainError: the work exited with another code than 0.
         """
         _make_ordinary_rank()
+        sys.path += [entry for entry in self.path if entry not in sys.path]
+        sys.argv[:] = self.argv
         try:
-            return self._work()
+            # From a folder in which no other user can write.
+            return calls.make(self.call)
         except Stopped as stop:
             if not stop.together:  # else the run has reported it
                 sys.stderr.write(f"hpctrain: stopped: {stop.reason}\n")
@@ -57,17 +60,6 @@ class RankWork:
                 return None
             raise _exit_error(system_exit) from system_exit
 
-    def _work(self) -> Any:
-        sys.path += [entry for entry in self.path if entry not in sys.path]
-        sys.argv[:] = self.argv
-        # The user's own pickle, from a folder in which no other user can write.
-        function, args, kwargs = pickle.loads(self.call)  # noqa: S301
-        if getattr(function, "__module__", None) == "__main__":
-            # pickle looks up the classes of a notebook in `__main__`.
-            names = vars(sys.modules["__main__"])
-            names.update({**getattr(function, "__globals__", {}), **names})
-        return function(*args, **kwargs)
-
 
 def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RankWork:
     """Pickle a function and its arguments for the ranks.
@@ -75,18 +67,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         UsageError: the function or an argument cannot be pickled.
     """
-    import cloudpickle  # type: ignore[import-untyped]
-
-    try:
-        call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:  # __reduce__ and __getstate__ may raise any exception
-        raise UsageError(
-            "HT814",
-            f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
-            f"the ranks: {type(error).__name__}: {error}",
-            "a function, globals that it uses, and arguments that pickle can serialize",
-            "create open files, locks, generators and connections inside the function",
-        ) from None
+    call = calls.pack(function, args, kwargs, "HT814")
     return RankWork(call, tuple(os.fspath(entry) for entry in sys.path), tuple(sys.argv))
 
 

@@ -18,7 +18,6 @@ from hpctrain.rendezvous.addresses import LOOPBACK
 from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = [
-    "AS",
     "Connection",
     "environs",
     "environs_of_host",
@@ -29,15 +28,6 @@ __all__ = [
 ]
 
 Environ = Mapping[str, str]
-
-# Values of `--as`, and the launcher whose variables the ranks get.
-AS = {
-    "hpctrain": "hpctrain",
-    "slurm": "slurm",
-    "torchrun": "torchrun",
-    "mpi": "openmpi",
-    "horovod": "horovodrun",
-}
 
 # Variables of a task of srun, for scripts that read only these. The ids are those of the job.
 _OF_A_TASK = (
@@ -112,7 +102,7 @@ def gpus_of(env: Environ) -> list[str]:
 def environs(
     tasks_per_node: Sequence[int],
     env: Environ,
-    style: str,
+    launcher: str,
     gpus: Sequence[str],
     ports: tuple[int, int] | None = None,
 ) -> dict[int, dict[str, str]]:
@@ -121,9 +111,9 @@ def environs(
     Args:
         tasks_per_node: number of ranks on each host.
         env: environment to start from; variables of launchers are removed from it.
-        style: one of `AS`; selects the launcher whose variables the ranks get.
+        launcher: name of the launcher whose variables the ranks get.
         gpus: GPUs of this machine.
-        ports: ports of the stores for programs without a session; only with style "hpctrain".
+        ports: ports of the stores for programs without a session; only of "hpctrain".
 
     Raises:
         UsageError: there are more ranks than one machine may have.
@@ -134,14 +124,14 @@ def environs(
     hosts = hosts if nodes > 1 else (os.uname().nodename,)
     worlds = [one for node in range(nodes) for one in _worlds(node, tasks_per_node, hosts)]
     start, secret = secrets.randbelow(2**31), secrets.token_hex(16)
-    common = _common(env, style, cores.share(len(worlds), env))
+    common = _common(env, launcher, cores.share(len(worlds), env))
     common[env_vars.SECRET] = secret
-    launcher = next(kind for kind in LAUNCHERS if kind.name == AS[style])
+    simulated = next(kind for kind in LAUNCHERS if kind.name == launcher)
     connection = Connection(str(start), LOOPBACK, LOOPBACK, secret, ports)
     found = {}
     for world in worlds:
-        own = launcher.environ(world, tasks_per_node, start)
-        if style == "hpctrain":
+        own = simulated.environ(world, tasks_per_node, start)
+        if launcher == "hpctrain":
             own = of_rank(world, tasks_per_node, connection, env)
         found[world.rank] = {**common, **own, **_simulated(world, tasks_per_node, gpus)}
     return found
@@ -249,16 +239,16 @@ def print_threads(env: Environ, ranks: int) -> None:
         )
 
 
-def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
+def _common(env: Environ, launcher: str, threads: int) -> dict[str, str]:
     """Return the environment common to all ranks: scheduler job, share of the cores."""
     environ = env_vars.scrubbed(env)
-    if style == "hpctrain":
+    if launcher == "hpctrain":
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
     # A stop file for the start is for its ranks, and so are the commit of its code and its time.
     of_the_start = (env_vars.STOP_FILE, env_vars.COMMIT, env_vars.LAUNCHED)
     environ |= {name: env[name] for name in of_the_start if name in env}
-    if env.get(env_vars.LAUNCHER) == AS[style]:
-        environ[env_vars.LAUNCHER] = AS[style]  # a choice of the user, as an error suggested
+    if env.get(env_vars.LAUNCHER) == launcher:
+        environ[env_vars.LAUNCHER] = launcher  # a choice of the user, as an error suggested
     environ.setdefault("OMP_NUM_THREADS", str(threads))
     environ.setdefault("PYTHONUNBUFFERED", "1")  # Python buffers output to a pipe
     return environ

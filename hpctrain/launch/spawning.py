@@ -13,6 +13,7 @@ from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.launch import rank_environment, supervisor
 from hpctrain.launch.rank_processes import end_with_parent
+from hpctrain.process import calls
 from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["run_rank", "spawn"]
@@ -67,7 +68,10 @@ def spawn(
     rank_environment.print_threads(env, count)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         folder = Path(name)
-        _pack(folder, function, args, kwargs or {})
+        call = calls.pack(function, args, kwargs or {}, "HT216")
+        # A rank needs the path before it can read the call.
+        place = [os.fspath(entry) for entry in sys.path], sys.argv
+        (folder / "call.pickle").write_bytes(pickle.dumps((*place, call)))
         package = str(Path(launchers.__file__).parents[3])
         command = [sys.executable, "-c", _RANK, package, name]
         exit_status_file = folder / "exit-status"
@@ -115,42 +119,6 @@ def _refuse_inside_of_ranks() -> None:
             'put the call under if __name__ == "__main__":',
             "call the function itself where a launcher starts the ranks",
         )
-
-
-def _pack(
-    folder: Path, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Write the function, its arguments and the settings of this interpreter for the ranks."""
-    call = _pickled(
-        (function, tuple(args), dict(kwargs)),
-        f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to the "
-        "ranks",
-        "a function, globals that it uses, and arguments that pickle takes",
-        "make open files, locks, generators and connections inside of the function",
-    )
-    # A rank needs the path before it can read the call.
-    place = [os.fspath(entry) for entry in sys.path], sys.argv
-    (folder / "call.pickle").write_bytes(pickle.dumps((*place, call)))
-
-
-def _pickled(value: Any, what: str, expected: str, fix: str) -> bytes:
-    """Return a value as bytes.
-
-    Args:
-        value: value to pickle.
-        what: text for the error that says what cannot be sent.
-        expected, fix: as in an error.
-
-    Raises:
-        UsageError: the value cannot be pickled.
-    """
-    import cloudpickle  # type: ignore[import-untyped]
-
-    try:
-        return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
-        found = f"{what}: {type(error).__name__}: {error}"
-        raise UsageError("HT216", found, expected, fix) from None
 
 
 def _interrupt(outcome: supervisor.Outcome) -> None:
@@ -204,11 +172,10 @@ def run_rank(name: str) -> None:
     path, arguments, call = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301
     sys.path[:], sys.argv[:] = path, arguments
     rank = launchers.detect().rank
-    function, args, kwargs = pickle.loads(call)  # noqa: S301
-    _add_globals(function)
-    result = function(*args, **kwargs)
-    data = _pickled(
+    result = calls.make(call)
+    data = calls.pickled(
         result,
+        "HT216",
         f"what the function returned on rank {rank}, a {type(result).__name__}, cannot be sent "
         "back",
         "something that pickle takes: numbers, texts, lists, arrays, tensors",
@@ -217,11 +184,3 @@ def run_rank(name: str) -> None:
     file = folder / f"result-{rank}"
     file.with_suffix(".new").write_bytes(data)
     os.replace(file.with_suffix(".new"), file)
-
-
-def _add_globals(function: Any) -> None:
-    """Add the globals of a script's or notebook's function to `__main__`, where pickle looks."""
-    if getattr(function, "__module__", None) == "__main__":
-        names = vars(sys.modules["__main__"])
-        for key, value in getattr(function, "__globals__", {}).items():
-            names.setdefault(key, value)

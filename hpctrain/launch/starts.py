@@ -131,7 +131,7 @@ def simulated(
     command: Sequence[str],
     tasks_per_node: Sequence[int],
     env: Mapping[str, str],
-    style: str,
+    launcher: str,
     gpus: Sequence[str],
 ) -> int:
     """Start ranks as if this machine were several hosts, or as another launcher would.
@@ -140,7 +140,7 @@ def simulated(
         command: program and arguments, the same for all ranks.
         tasks_per_node: number of ranks on each simulated host.
         env: environment to start from; variables of launchers are removed from it.
-        style: one of `rank_environment.AS`; selects the launcher whose variables the ranks get.
+        launcher: name of the launcher whose variables the ranks get.
         gpus: GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Each simulated host gets
             separate GPUs, or none if there are not enough for all ranks.
 
@@ -150,10 +150,10 @@ def simulated(
     Raises:
         UsageError, StartError: as for `on_this_machine`.
     """
-    stores = Stores(local=True) if style == "hpctrain" else None
+    stores = Stores(local=True) if launcher == "hpctrain" else None
     try:
         ports = (stores.ports[0], stores.ports[1]) if stores else None
-        environs = rank_environment.environs(tasks_per_node, env, style, gpus, ports)
+        environs = rank_environment.environs(tasks_per_node, env, launcher, gpus, ports)
         rank_environment.print_threads(env, len(environs))
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))

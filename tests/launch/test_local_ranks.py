@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli.run import AS
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.launch import rank_output, starts, supervisor
-from hpctrain.launch.rank_environment import AS, Connection, layout, of_rank
+from hpctrain.launch.rank_environment import Connection, layout, of_rank
 
 INHERITED = {
     "SLURM_JOB_ID": "1",
@@ -57,7 +58,7 @@ def ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor._Watch, "_reap", reap_and_record)
     script = tmp_path / "script.py"
 
-    def run(lines, tasks_per_node=(3,), env=None, style=None):
+    def run(lines, tasks_per_node=(3,), env=None, launcher=None):
         script.write_text(
             "import json, os, signal, subprocess, sys, time\n"
             "from hpctrain.cluster.launchers import detect\n"
@@ -68,9 +69,9 @@ def ranks(tmp_path, monkeypatch):
         )
         env = {**os.environ, **(env or {})}
         command = [sys.executable, str(script)]
-        if style is None and len(tasks_per_node) == 1:
+        if launcher is None and len(tasks_per_node) == 1:
             return starts.on_this_machine(command, str(tasks_per_node[0]), env)
-        return starts.simulated(command, tasks_per_node, env, style or "hpctrain", ())
+        return starts.simulated(command, tasks_per_node, env, launcher or "hpctrain", ())
 
     return run
 
@@ -112,34 +113,34 @@ def test_bad_nproc_per_node_is_refused(nodes, per_node):
     assert (caught.value.exit_code, caught.value.code) == (2, "HT213")
 
 
-@pytest.mark.parametrize("style", list(AS))
-def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_path, style):
+@pytest.mark.parametrize("launcher", AS.values())
+def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_path, launcher):
     lines = (
         "import dataclasses\n"
         "place = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
         "open(f'rank-{world.rank}', 'w').write(json.dumps(place))\n"
     )
-    assert ranks(lines, (2, 1), {**INHERITED, **SETTINGS}, style=style) == 0
+    assert ranks(lines, (2, 1), {**INHERITED, **SETTINGS}, launcher=launcher) == 0
     places = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
     for rank, (node, local_rank, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
         world, env = places[rank]["world"], places[rank]["env"]
-        full = World(rank, 3, local_rank, size, node, 2, ("node1", "node2"), AS[style])
+        full = World(rank, 3, local_rank, size, node, 2, ("node1", "node2"), launcher)
         for name, value in dataclasses.asdict(full).items():
-            known = world[name] is not None or style == "hpctrain"
+            known = world[name] is not None or launcher == "hpctrain"
             assert world[name] == (list(value) if name == "hosts" else value) or not known
         assert None not in (world["rank"], world["world_size"], world["local_rank"])
-        own = next(one for one in LAUNCHERS if one.name == AS[style]).environ(full, (2, 1), 5)
-        if style == "hpctrain":
+        own = next(one for one in LAUNCHERS if one.name == launcher).environ(full, (2, 1), 5)
+        if launcher == "hpctrain":
             connection = Connection("5", "127.0.0.1", "127.0.0.1", "", (1, 2))
             own = of_rank(full, (2, 1), connection, INHERITED)
             for name in ("RANK", "HOROVOD_RANK", "SLURM_PROCID"):
                 assert env[name] == str(rank)
             assert env["MASTER_PORT"] != INHERITED["MASTER_PORT"]
         job = {}
-        if style == "hpctrain":
+        if launcher == "hpctrain":
             job = {**env_vars.of_the_job(INHERITED), "SLURM_NTASKS": "3"}
         assert job.items() | SETTINGS.items() <= env.items()
-        assert style != "hpctrain" or env["SLURM_JOB_ID"] == "1"
+        assert launcher != "hpctrain" or env["SLURM_JOB_ID"] == "1"
         for name in INHERITED.keys() - own.keys() - job.keys() - {"HPCTRAIN_EXIT_STATUS_FILE"}:
             assert name not in env
         assert env["HPCTRAIN_HOSTNAME"] == f"node{node + 1}"

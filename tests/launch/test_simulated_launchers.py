@@ -3,6 +3,7 @@
 import environments
 import pytest
 
+from hpctrain.cli.run import AS
 from hpctrain.launch import rank_environment
 
 # Variables of the machine on which the real launcher ran, and those of processes that are not
@@ -54,7 +55,7 @@ def test_run_as_gives_a_rank_the_variables_of_the_real_launcher(style, name):
     document = environments.load(name)
     hosts = list(dict.fromkeys(document["layout"]))
     counts = [document["layout"].count(host) for host in hosts]
-    simulated = rank_environment.environs(counts, {}, style, (), None)
+    simulated = rank_environment.environs(counts, {}, AS[style], (), None)
     assert len(simulated) == len(document["ranks"])
     for rank, true in enumerate(document["ranks"]):
         own = simulated[rank]

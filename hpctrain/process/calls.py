@@ -1,0 +1,61 @@
+"""Calls of a function that one process packs, and another one makes."""
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpctrain.errors import UsageError
+
+__all__ = ["make", "pack", "pickled"]
+
+
+def pack(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], code: str
+) -> bytes:
+    """Pickle a function and its arguments, which may come from a notebook, for the ranks.
+
+    Args:
+        function, args, kwargs: the call.
+        code: code of the error.
+
+    Raises:
+        UsageError: the function or an argument cannot be pickled.
+    """
+    return pickled(
+        (function, tuple(args), dict(kwargs)),
+        code,
+        f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to the "
+        "ranks",
+        "a function, globals that it uses, and arguments that pickle can serialize",
+        "create open files, locks, generators and connections inside the function",
+    )
+
+
+def pickled(value: Any, code: str, found: str, expected: str, fix: str) -> bytes:
+    """Return a value as bytes.
+
+    Args:
+        value: value to pickle.
+        code, found, expected, fix: of the error, which also has the reason.
+
+    Raises:
+        UsageError: the value cannot be pickled.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
+        reason = f"{found}: {type(error).__name__}: {error}"
+        raise UsageError(code, reason, expected, fix) from None
+
+
+def make(call: bytes) -> Any:
+    """Make a call of `pack`, which comes from a process of the same user; return its result."""
+    function, args, kwargs = pickle.loads(call)  # noqa: S301
+    if getattr(function, "__module__", None) == "__main__":
+        # pickle looks up the classes of a notebook or script in `__main__`.
+        names = vars(sys.modules["__main__"])
+        names.update({**getattr(function, "__globals__", {}), **names})
+    return function(*args, **kwargs)
