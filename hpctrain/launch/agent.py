@@ -15,12 +15,10 @@ import queue
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain import rundir
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
@@ -31,8 +29,9 @@ from hpctrain.errors import (
     UsageError,
     exit_codes,
 )
-from hpctrain.launch import cores, preflight, rank_environment, supervisor
+from hpctrain.launch import cores, host_ends, preflight, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
+from hpctrain.launch.host_ends import End, end_of
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.staging import Staging, staged
@@ -40,7 +39,7 @@ from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
-__all__ = ["End", "FirstFailure", "Plan", "end_of", "first_of", "main", "run"]
+__all__ = ["Plan", "main", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,70 +75,6 @@ class Plan:
     frees: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FirstFailure:
-    """First rank of a host that failed by itself.
-
-    Attributes:
-        rank: number of the rank.
-        host: name of its host.
-        time: time of the failure, in seconds since the epoch.
-        caused_by_other_rank: whether the failure of another rank caused it.
-        brief: description for a person who has seen the output.
-        code: exit code, as in a shell.
-        error: code of an error of hpctrain; empty for another failure.
-    """
-
-    rank: int
-    host: str
-    time: float
-    caused_by_other_rank: bool
-    brief: str
-    code: int
-    error: str = ""
-
-    @property
-    def conclusion(self) -> str:
-        """How it failed, for the last line of a start.
-
-        If another rank was the cause of all known failures, none of them is said to be the first.
-        """
-        return f"{'ended' if self.caused_by_other_rank else 'failed first'}, {self.brief}"
-
-
-def first_of(failures: Iterable[FirstFailure]) -> FirstFailure | None:
-    """Return the first of some failures that no other rank has caused, else the first one."""
-    return min(failures, key=lambda one: (one.caused_by_other_rank, one.time), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """End of the ranks of one host.
-
-    Attributes:
-        code: exit code of the first rank that failed, as in a shell; 0 on success.
-        ranks: number of ranks of all hosts; 0 if the agent could not start its ranks.
-        first: first rank of this host that failed, or None.
-        signal: signal that the agent has forwarded to the ranks, or None.
-        stop_unhandled: whether a stop signal ended ranks before they had a session.
-        usage: whether all ranks ended with the exit code of wrong use.
-        connected: whether a rank has used one of the stores; True where that is not known, on
-            other hosts than the first one.
-        lost: name of a host that has not answered this one; empty if all have.
-        unfit: names of the hosts that have failed their check before the start; on the first host.
-    """
-
-    code: int
-    ranks: int
-    first: FirstFailure | None = None
-    signal: int | None = None
-    stop_unhandled: bool = False
-    usage: bool = False
-    connected: bool = True
-    lost: str = ""
-    unfit: Sequence[str] = ()
-
-
 class UnfitHostsError(StartError):
     """The start on hosts that failed their check.
 
@@ -171,7 +106,7 @@ def main() -> int:
         usage = error.exit_code == UsageError.exit_code
         unfit = error.hosts if isinstance(error, UnfitHostsError) else ()
         end = End(error.exit_code, 0, usage=usage, unfit=unfit)
-        _write(end, plan, os.uname().nodename)
+        host_ends.write(end, Path(plan.folder), os.uname().nodename)
     return end.code
 
 
@@ -223,13 +158,8 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         shared_memory.keep(env.get(env_vars.MEMORY, ""))
         if stores is not None:
             stores.close()
-    _write(end, plan, str(met.world.node_rank))
+    host_ends.write(end, Path(plan.folder), str(met.world.node_rank))
     return end
-
-
-def _write(end: End, plan: Plan, host: str) -> None:
-    """Write the end of a host for `hosts.read_ends`."""
-    rundir.replace(Path(plan.folder) / f"end-{host}", json.dumps(asdict(end)))
 
 
 def _without(host: str) -> str:
@@ -366,40 +296,6 @@ def _print_layout(counts: Sequence[int], share: int, env: Mapping[str, str]) -> 
         cores_text += f" and OMP_NUM_THREADS={threads}"
     announce(
         f"{sum(counts)} ranks on {len(counts)} hosts, {each} on each; {cores_text} for each rank"
-    )
-
-
-def end_of(outcome: supervisor.Outcome, ranks: int, host: str) -> End:
-    """Return the end of the ranks of one host.
-
-    Args:
-        outcome: outcome of the supervisor of this host.
-        ranks: number of ranks of all hosts.
-        host: name of this host.
-    """
-    first = outcome.first
-    found = None
-    if first is not None:
-        failure = first.failure
-        only = {rank.traceback for rank in outcome.ranks} <= {"", first.traceback}
-        found = FirstFailure(
-            rank=first.number,
-            host=host,
-            time=time.time() - (time.monotonic() - outcome.failed),
-            caused_by_other_rank=(
-                failure.caused_by_other_rank if failure else first.tail.caused_by_other_rank
-            ),
-            brief=first.describe_end(brief=True, only=only),
-            code=outcome.code,
-            error=failure.error if failure else "",
-        )
-    return End(
-        code=outcome.code,
-        ranks=ranks,
-        first=found,
-        signal=outcome.signal,
-        stop_unhandled=outcome.stop_unhandled,
-        usage=outcome.usage,
     )
 
 

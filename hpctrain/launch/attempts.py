@@ -21,8 +21,8 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.job import submit_folder
 from hpctrain.errors import StartError, UsageError, exit_codes
-from hpctrain.launch.agent import FirstFailure
-from hpctrain.launch.job_hosts import Attempt, HostsEnd, JobHosts
+from hpctrain.launch.host_ends import FirstFailure, HostsEnd
+from hpctrain.launch.job_hosts import Attempt, JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
 from hpctrain.process import failure_record, shared_memory

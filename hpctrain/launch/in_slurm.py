@@ -13,9 +13,9 @@ from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.launch import supervisor
-from hpctrain.launch.agent import FirstFailure, first_of
 from hpctrain.launch.containers import pyxis
-from hpctrain.launch.job_hosts import Attempt, HostsEnd, Inside, JobHosts
+from hpctrain.launch.host_ends import FirstFailure, HostsEnd, first_of
+from hpctrain.launch.job_hosts import Attempt, Inside, JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
 from hpctrain.launch.standby import Step

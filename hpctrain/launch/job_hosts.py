@@ -15,18 +15,16 @@ from pathlib import Path
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
 from hpctrain.launch import rank_environment, supervisor
-from hpctrain.launch.agent import FirstFailure, Plan, first_of
+from hpctrain.launch.agent import Plan
+from hpctrain.launch.host_ends import Ends, HostsEnd, read_ends
 from hpctrain.launch.standby import Standby, Step, command_that_waits
 from hpctrain.process import failure_record
 
-__all__ = ["Attempt", "HostsEnd", "Inside", "JobHosts", "read_ends"]
+__all__ = ["Attempt", "Inside", "JobHosts"]
 
 # A program that fails in its first seconds is not started again, unless it has run before.
 _SECONDS_BEFORE_STANDBY = 10
 _SECONDS_IN_LATER_ATTEMPTS = 2
-# From the first host that has told a failure to the last one; then the launcher waits for a host
-# that is lost, and Slurm does that for minutes.
-_SECONDS_FOR_ENDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +53,6 @@ class Attempt:
     ends_plain: bool = False
     waits: bool = False
     frees: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HostsEnd:
-    """End of an attempt on all hosts.
-
-    Attributes:
-        code: exit code of the first rank that failed, or of the process that started the hosts.
-        stopped: whether this process got a signal.
-        first: first rank that failed by itself, or None if that is unknown.
-        ranks: number of ranks; 0 if unknown.
-        usage: whether all ranks ended with the exit code of wrong use.
-        suspects: names of hosts that did not answer another host, or that have not told their end.
-        unfit: names of hosts that have failed their check before the start.
-        folder: folder of the attempt if its ranks had waited; None if it is that of the `Attempt`.
-    """
-
-    code: int
-    stopped: bool
-    first: FirstFailure | None = None
-    ranks: int = 0
-    usage: bool = False
-    suspects: Sequence[str] = ()
-    unfit: Sequence[str] = ()
-    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +163,7 @@ class JobHosts(ABC):
             return "ends the ranks, which have no Session"
 
         prepare = self._preparation(hosts, attempt, following)
-        ends = _Ends(attempt.folder, len(hosts))
+        ends = Ends(attempt.folder, len(hosts))
 
         def each_second() -> None:
             if ends.overdue():
@@ -281,74 +254,6 @@ class JobHosts(ABC):
 
     def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
         return read_ends(folder, outcome.code, outcome.signal is not None)
-
-
-def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
-    """Return the end of an attempt from what the agents of the hosts have written.
-
-    Args:
-        folder: folder of the attempt.
-        code: exit code of the process that started the agents.
-        stopped: whether this process got a signal.
-    """
-    ends = []
-    for path in sorted(folder.glob("end-*")):
-        try:
-            ends.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            continue  # its host was lost as it wrote
-    failures = [FirstFailure(**end["first"]) for end in ends if end["first"]]
-    first = first_of(failures)
-    # The launcher of the agents may have ended the others, which gives it another exit code.
-    code = next((end["code"] for end in ends if not end["ranks"]), code)
-    if first is not None:
-        code = first.code
-    return HostsEnd(
-        code,
-        stopped,
-        first,
-        ranks=max((end["ranks"] for end in ends), default=0),
-        # Ranks that were ended because of those of another host say nothing about it.
-        usage=any(end["usage"] for end in ends)
-        and all(end["usage"] or end["first"] is None for end in ends),
-        suspects=tuple(sorted({end["lost"] for end in ends if end["lost"]})),
-        unfit=tuple(host for end in ends for host in end["unfit"]),
-    )
-
-
-class _Ends:
-    """The ends that the agents of an attempt have written.
-
-    Args:
-        folder: folder of the attempt.
-        hosts: number of hosts.
-
-    Attributes:
-        given_up: whether the launcher is no longer waited for.
-    """
-
-    def __init__(self, folder: Path, hosts: int) -> None:
-        self.given_up = False
-        self._folder, self._hosts = folder, hosts
-        self._seconds = 0  # since the first host has told a failure
-
-    def known(self) -> set[int]:
-        """Return the indices of the hosts that have told their end."""
-        names = (path.name.removeprefix("end-") for path in self._folder.glob("end-*"))
-        return {int(name) for name in names if name.isdecimal()}
-
-    def overdue(self) -> bool:
-        """Check whether the launcher waits for a lost host; to be called about once a second."""
-        known = self.known()
-        if self.given_up or not known:
-            return False
-        end = read_ends(self._folder, 0, False)
-        self._seconds += bool(end.code or end.suspects)
-        # A lost host cannot tell its end.
-        self.given_up = self._seconds >= _SECONDS_FOR_ENDS or (
-            bool(end.suspects) and len(known) >= self._hosts - 1
-        )
-        return self.given_up
 
 
 def _stop_file(attempt: Attempt) -> Path:

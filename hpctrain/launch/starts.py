@@ -14,8 +14,9 @@ from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes
 from hpctrain.launch import agent, attempts, rank_environment, supervisor
-from hpctrain.launch.agent import End, Plan
+from hpctrain.launch.agent import Plan
 from hpctrain.launch.attempts import Policy
+from hpctrain.launch.host_ends import End, end_of
 from hpctrain.launch.job_hosts import JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.stores import Stores
@@ -161,7 +162,7 @@ def simulated(
             outcome = supervisor.run(
                 command, environs, Path(name) / "exit-status-0", labelled=len(environs) > 1
             )
-            end = agent.end_of(outcome, len(environs), socket.gethostname())
+            end = end_of(outcome, len(environs), socket.gethostname())
             # Without stores it is not known whether the ranks have connected.
             end = replace(end, connected=stores is None or stores.used)
             return _conclude(end, Path(name), command, env)

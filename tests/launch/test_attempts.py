@@ -16,10 +16,10 @@ from hpctrain.cli import main
 from hpctrain.errors import ContradictionError, StartError, UsageError, exit_codes
 from hpctrain.errors.exit_codes import MOST_FRUITLESS
 from hpctrain.launch import attempts, starts
-from hpctrain.launch.agent import End, FirstFailure
 from hpctrain.launch.attempts import Policy
+from hpctrain.launch.host_ends import End, FirstFailure, HostsEnd, read_ends
 from hpctrain.launch.in_slurm import InSlurm
-from hpctrain.launch.job_hosts import Attempt, HostsEnd, read_ends
+from hpctrain.launch.job_hosts import Attempt
 from hpctrain.rundir import effective_time, host_ledger
 from hpctrain.rundir.exit_status import write_exit_status
 
