@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli.run import AS
+from hpctrain.cli.run_options import AS
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World

@@ -3,7 +3,7 @@
 import environments
 import pytest
 
-from hpctrain.cli.run import AS
+from hpctrain.cli.run_options import AS
 from hpctrain.launch import rank_environment
 
 # Variables of the machine on which the real launcher ran, and those of processes that are not
