@@ -1,7 +1,6 @@
 """Processes of a start: one for each rank, and the guard that ends them if the launcher cannot."""
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -19,22 +18,9 @@ from hpctrain.launch import guard
 from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Guard", "Rank", "end_with_parent", "no_program", "signal_name"]
+__all__ = ["Guard", "Rank", "no_program", "signal_name"]
 
-_LIBC = ctypes.CDLL(None)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with_parent() -> None:
-    """Let the system kill this process when its parent ends, also after kill -9: prctl(2)."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _prepare(cores: Set[int] | None) -> None:
-    end_with_parent()
-    if cores:
-        os.sched_setaffinity(0, cores)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +55,6 @@ class Rank:
         number: int,
         command: Sequence[str],
         environ: Mapping[str, str],
-        bind: bool,
         cores: Set[int] | None = None,
         folder: str | None = None,
         stdin: int | None = subprocess.DEVNULL,
@@ -80,10 +65,8 @@ class Rank:
             number: number of the rank.
             command: program and arguments.
             environ: environment of the rank.
-            bind: whether to call `end_with_parent` in the new process; only if this process has no
-                other threads.
-            cores: cores that the rank and its child processes may use; None for no change. Only
-                with `bind`.
+            cores: cores that the rank and its child processes may use, if this process has no other
+                threads; None for no change.
             folder: working directory; None for that of this process.
             stdin: its standard input, as `subprocess.Popen` takes it.
 
@@ -100,7 +83,7 @@ class Rank:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=partial(_prepare, cores) if bind else None,  # noqa: PLW1509, see above
+                preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,  # noqa: PLW1509, see above
             )
         except (FileNotFoundError, PermissionError) as error:
             raise no_program(command[0], error) from None

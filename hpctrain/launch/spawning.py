@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.launch import rank_environment, supervisor
-from hpctrain.launch.rank_processes import end_with_parent
 from hpctrain.process import calls
 from hpctrain.rundir.exit_status import read_exit_status
 
@@ -75,10 +74,7 @@ def spawn(
         package = str(Path(launchers.__file__).parents[3])
         command = [sys.executable, "-c", _RANK, package, name]
         exit_status_file = folder / "exit-status"
-        # bind=False because this process may have other threads; the ranks bind themselves.
-        outcome = supervisor.run(
-            command, environs, exit_status_file, labelled=count > 1, bind=False
-        )
+        outcome = supervisor.run(command, environs, exit_status_file, labelled=count > 1)
         failure: HpctrainError | None = None
         try:
             results = _results(folder, outcome, read_exit_status(exit_status_file))
@@ -165,7 +161,6 @@ def run_rank(name: str) -> None:
         UsageError: the result cannot be pickled.
         Exception: any exception of the function.
     """
-    end_with_parent()
     report_uncaught()
     folder = Path(name)
     # Only this user can write to the folder.

@@ -68,8 +68,7 @@ class Standby:
         """
         command, environ, exit_status_file = step
         own = supervisor.with_files(environ, exit_status_file)
-        # Other threads run, so the process is not bound to this one; it ends with its input.
-        rank = Rank.start(0, command, own, bind=False, stdin=subprocess.PIPE)
+        rank = Rank.start(0, command, own, stdin=subprocess.PIPE)
         return cls(list(hosts), folder, step, rank)
 
     def begin(self, hosts: Sequence[str]) -> bool:

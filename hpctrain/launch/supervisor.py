@@ -87,7 +87,6 @@ def run(
     environs: Mapping[int, Mapping[str, str]],
     exit_status_file: Path,
     labelled: bool,
-    bind: bool = True,
     events: Events | None = None,
     cores: Sequence[Set[int]] | None = None,
     temporary: bool = True,
@@ -111,11 +110,9 @@ def run(
         exit_status_file: path for $HPCTRAIN_EXIT_STATUS_FILE, in a folder of this start
             only, which also gets the failure records.
         labelled: whether each line of output begins with the rank.
-        bind: whether the system ends a rank with this thread; False if other threads run.
         events: queue of events; the number of a signal in it counts as a signal to this process.
             SIGKILL ends the ranks at once.
-        cores: cores of each rank, in the order of `environs`; None to bind no rank. Only with
-            `bind`.
+        cores: cores of each rank, in the order of `environs`; None to bind no rank.
         temporary: whether the folder of the exit status file is removed if this process is killed.
         forward: function that is called for a first signal, in place of sending it to the ranks,
             and returns what it has done, for a message. A second one then ends the ranks by
@@ -140,9 +137,7 @@ def run(
             for index, (number, environ) in enumerate(environs.items()):
                 own = with_files(environ, exit_status_file)
                 bound_to = cores[index] if cores else None
-                ranks.append(
-                    started or Rank.start(number, command, own, bind, bound_to, folder, stdin)
-                )
+                ranks.append(started or Rank.start(number, command, own, bound_to, folder, stdin))
                 guard.add(ranks[-1])
             output = Output(
                 ranks,

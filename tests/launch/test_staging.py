@@ -30,7 +30,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "_user", lambda: "ada")
+    monkeypatch.setattr(staging, "user_name", lambda: "ada")
     return Host(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_copies_that_a_rank_has_removed_are_no_error(host):
 @pytest.fixture
 def open_host(monkeypatch):
     """Return a host in a folder that all users may enter, unlike pytest's."""
-    monkeypatch.setattr(staging, "_user", lambda: "ada")
+    monkeypatch.setattr(staging, "user_name", lambda: "ada")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         monkeypatch.chdir(folder)
