@@ -47,12 +47,12 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
     texts = [text] if (text := notes(job)) else []
     if waits:
         texts += [text for text in [since(job)] if text]
-        texts += [f"after {printable(job.dependency)}"] if job.dependency != "(null)" else []
+        texts += [f"after {printable(job.dependency)}"] if job.dependency else []
         texts += [f"expected start {job.start.replace('T', ' ')}"] if "T" in job.start else []
     return (
         shortened(printable(job.name), _LONGEST_NAME),
         printable(job.state).lower(),
-        job.nodes if waits or not job.hosts else f"{job.nodes} {printable(job.hosts)}",
+        f"{job.nodes or ''} {'' if waits else printable(job.hosts)}".strip(),
         str(job.restarts or ""),
         "" if waits else job.used,
         job.left if job.active else "",

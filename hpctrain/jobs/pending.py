@@ -71,8 +71,7 @@ def _options(job: slurm.QueuedJob, env: Mapping[str, str]) -> str:
     )
     values = {
         "nodes": job.nodes, "time": job.limit, "partition": job.partition, "qos": job.quality,
-        "dependency": "" if job.dependency == "(null)" else job.dependency,
-        "account": job.account,
+        "dependency": job.dependency, "account": job.account,
     }  # fmt: skip
     text = " ".join(f"--{name} {printable(values[name])}" for name in names if values[name])
     if job.reason.startswith("Partition") and text:
@@ -130,12 +129,12 @@ def _sooner(job: slurm.QueuedJob, env: Mapping[str, str]) -> Iterator[str]:
 
 def _others(job: slurm.QueuedJob, env: Mapping[str, str]) -> Iterator[str]:
     """Yield options to try instead of those of the job: a few."""
-    limit, nodes = slurm_seconds(job.limit), int(job.nodes) if job.nodes.isdigit() else 1
+    limit = slurm_seconds(job.limit)
     for share in (2, 4):
         if limit and limit // share >= _LEAST_TIME:
             yield f"--time={-(-limit // share // 60)}"
-    if nodes > 1:
-        yield f"--nodes={nodes // 2}"
+    if job.nodes > 1:
+        yield f"--nodes={job.nodes // 2}"
     names = dict.fromkeys(one.name for one in slurm.partitions(env) if one.up)
     for name in [name for name in names if name != job.partition][:_MOST_PARTITIONS]:
         yield f"--partition={name}"

@@ -74,7 +74,6 @@ def of_job(status: JobStatus, env: Mapping[str, str]) -> JobUse:
     job = status.queued
     started = job is not None and job.state != "PENDING"
     seconds = slurm_seconds(job.used) if job is not None and started else None
-    nodes = int(job.nodes) if job is not None and job.nodes.isdigit() else 1
     ranks = None
     if status.run_dir is not None:
         directory = RunDirectory(status.run_dir)
@@ -84,7 +83,7 @@ def of_job(status: JobStatus, env: Mapping[str, str]) -> JobUse:
             ranks = None
     ended = job is not None and job.state == "COMPLETED" and not job.restarts
     return JobUse(
-        nodes=nodes if job is not None else None,
+        nodes=job.nodes if job is not None else None,
         seconds=seconds,
         time=job.used if job is not None else "",
         task_memory=slurm.largest_memory(status.label, env) or None,

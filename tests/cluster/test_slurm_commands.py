@@ -147,6 +147,14 @@ def test_squeue_exit_code_in_the_formats_of_slurm_22_05_and_24_11(fake, status, 
     assert slurm.jobs(fake.env)[0].code == code
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("768", 768), ("2K", 2048), ("1.50K", 1536), ("?", 0)]
+)
+def test_squeue_number_of_hosts(fake, text, number):
+    fake.jobs(job("71", NumNodes=text))
+    assert slurm.jobs(fake.env)[0].nodes == number
+
+
 def test_squeue_jobs_are_sorted_by_job_id(fake):
     fake.jobs(*(job(one) for one in ("9_[4-7%2]", "9_10", "10", "9_2", "8")))
     assert [one.label for one in slurm.jobs(fake.env)] == ["8", "9_2", "9_10", "9_[4-7%2]", "10"]
@@ -160,8 +168,8 @@ def test_squeue_parts_of_a_heterogeneous_job_are_one_job(fake):
     )
     single, whole = slurm.jobs(fake.env)
     assert (whole.label, whole.number, whole.state) == ("70", "70", "COMPLETING")
-    assert (whole.nodes, whole.hosts) == ("3", "node1,node[2-3]")
-    assert (single.label, single.nodes) == ("9", "2")
+    assert (whole.nodes, whole.hosts) == (3, "node1,node[2-3]")
+    assert (single.label, single.nodes) == ("9", 2)
 
 
 def test_hosts_and_tasks_of_all_parts_of_a_heterogeneous_job():

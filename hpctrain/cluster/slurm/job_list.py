@@ -1,13 +1,16 @@
 """Jobs in the controller's list: waiting, running and recently ended ones."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from hpctrain.cluster.commands import NoAnswerError
 from hpctrain.cluster.slurm.asking import ask, exit_code
 from hpctrain.cluster.slurm.job_state import ENDED
 
+_NUMBER = re.compile(r"(\d{1,9}(?:\.\d\d)?)([KM]?)", re.ASCII)
 # Names for --Format of squeue(1), in the order of the fields of QueuedJob.
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
@@ -35,7 +38,7 @@ class QueuedJob:
             job that never started.
         used, left: elapsed and remaining time in Slurm's format.
         start: actual or expected start, YYYY-MM-DDTHH:MM:SS; "N/A" if unknown.
-        nodes: number of hosts.
+        nodes: number of hosts; 0 if unknown.
         hosts: Slurm host list; empty while the job waits.
         folder: working directory of the job.
         log: path of the log, with the patterns of its name, such as %j.
@@ -43,8 +46,8 @@ class QueuedJob:
         preemption: time at which it was preempted and began its grace time; "N/A" if it was not.
         submitted: time of its submission, or of its last requeue, YYYY-MM-DDTHH:MM:SS.
         limit: time limit in Slurm's format.
-        dependency: jobs that it waits for, such as afterok:71(unfulfilled); empty or "(null)" if
-            there are none.
+        dependency: jobs that it waits for, such as afterok:71(unfulfilled); empty if there are
+            none.
         priority: priority, a large number for jobs that are to start first.
         account, quality: account, and quality of service (QOS).
     """
@@ -63,7 +66,7 @@ class QueuedJob:
     used: str
     left: str
     start: str
-    nodes: str
+    nodes: int
     hosts: str
     folder: str
     log: str
@@ -142,19 +145,29 @@ def _joined(listed: Sequence[QueuedJob]) -> list[QueuedJob]:
             name = label if offset in ("", "0") else job.label
             found[name] = replace(job, label=name)
             continue
-        nodes = str(int(first.nodes) + int(job.nodes))
         hosts = ",".join(filter(None, (first.hosts, job.hosts)))
-        found[label] = replace(first, nodes=nodes, hosts=hosts)
+        found[label] = replace(first, nodes=first.nodes + job.nodes, hosts=hosts)
     return list(found.values())
 
 
 def _job(row: Sequence[str]) -> QueuedJob:
-    restarts, code = int(row[9] or 0), exit_code(row[10] or "0")
-    texts = [*row[:9], *row[11:]]
-    names = [field.name for field in fields(QueuedJob) if field.name not in ("restarts", "code")]
-    job = QueuedJob(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
+    names = [field.name for field in fields(QueuedJob)]
+    values: dict[str, Any] = dict(zip(names, row, strict=True))
+    values |= {
+        "restarts": int(values["restarts"] or 0),
+        "code": exit_code(values["code"] or "0"),
+        "nodes": _count(values["nodes"]),
+        "dependency": values["dependency"].replace("(null)", ""),
+    }
+    job = QueuedJob(**values)
     # Slurm sets the status to 1 for such a job, which would be read as a signal.
     return replace(job, code=0) if job.refused else job
+
+
+def _count(text: str) -> int:
+    """Return a number as squeue prints it: 768, but 2K for 2048; 0 for another text."""
+    match = _NUMBER.fullmatch(text)
+    return int(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0
 
 
 def _order(job: QueuedJob) -> tuple[int, bool, int]:
