@@ -1,10 +1,13 @@
-"""Option types that several commands share."""
+"""Arguments, and types of arguments, that several commands share."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["count", "port", "seconds", "typed"]
+__all__ = ["RUN", "add_start_timeout", "count", "port", "seconds", "typed"]
+
+# The name of a job or run: keywords of `add_argument`.
+RUN: Any = {"metavar": "RUN", "help": "job number, run directory, or job name"}
 
 
 def typed(
@@ -39,3 +42,14 @@ def _can_wait(value: float) -> bool:
 count = typed("whole number from 1 on", int, lambda value: value >= 1)
 port = typed("port from 1 to 65535", int, lambda value: 0 < value < 1 << 16)
 seconds = typed("number of seconds above 0 that sockets can wait for", float, _can_wait)
+
+
+def add_start_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the time that the ranks have to connect."""
+    parser.add_argument(
+        "--start-timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait for all ranks (default: %(default)s)",
+    )

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from typing import Any
 
-from hpctrain.cli.argument_types import count, seconds, typed
+from hpctrain.cli.argument_types import add_start_timeout, count, seconds, typed
 from hpctrain.tools.bench.measure import size
 
 __all__ = ["add"]
@@ -110,13 +110,7 @@ def _kind(kinds: Any, name: str, text: str, default: float) -> argparse.Argument
         help="approximate seconds to measure (default: %(default)s)",
     )
     parser.add_argument("--json", metavar="FILE", help="file for the results, as JSON")
-    parser.add_argument(
-        "--start-timeout",
-        type=seconds,
-        default=300.0,
-        metavar="S",
-        help="seconds to wait for all ranks (default: %(default)s)",
-    )
+    add_start_timeout(parser)
     parser.set_defaults(command=_main)
     return parser
 

@@ -5,6 +5,7 @@ import os
 import shlex
 
 from hpctrain import rundir
+from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
@@ -20,9 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Cancels the named jobs and nothing else: if a name fits several jobs that "
         "have not ended, lists them and cancels none."
     )
-    parser.add_argument(
-        "names", nargs="+", metavar="RUN", help="job number, run directory, or job name"
-    )
+    parser.add_argument("names", nargs="+", **RUN)
     parser.set_defaults(command=_main)
 
 

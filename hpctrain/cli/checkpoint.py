@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cli.argument_types import RUN
 from hpctrain.errors import CheckpointError
 from hpctrain.jobs import job_tables, lookup
 from hpctrain.rundir import RunDirectory
@@ -27,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "is damaged. With --step, lists the tensors of one checkpoint. Exit code 1 if one is "
         "damaged.",
     )
-    command.add_argument("run", metavar="RUN", help="run directory, job number, or job name")
+    command.add_argument("run", **RUN)
     command.add_argument("--step", type=int, metavar="N", help="list the tensors of this one")
     command.set_defaults(command=_main)
 

@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from hpctrain.cli.argument_types import seconds
+from hpctrain.cli.argument_types import add_start_timeout
 
 __all__ = ["add"]
 
@@ -22,13 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="run directory to check (default: $HPCTRAIN_RUN_DIR, else runs)",
     )
-    parser.add_argument(
-        "--start-timeout",
-        type=seconds,
-        default=300.0,
-        metavar="S",
-        help="seconds to wait for all ranks (default: %(default)s)",
-    )
+    add_start_timeout(parser)
     parser.set_defaults(command=_main)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from hpctrain.cli.argument_types import RUN
 from hpctrain.jobs import lookup
 from hpctrain.rundir import RunDirectory
 
@@ -21,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "files that other programs read without running code. With several models, the names "
         "begin with model0. and so on."
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, job number, or job name")
+    parser.add_argument("run", **RUN)
     parser.add_argument(
         "target",
         metavar="OUT",

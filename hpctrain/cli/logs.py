@@ -5,6 +5,7 @@ import os
 import re
 import sys
 
+from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import INTERRUPTED, note
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
@@ -26,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "several ranks begins with its rank. With --follow, waits for more until the job has "
         "ended, also through requeues, and returns its exit code; Ctrl-C does not end the job."
     )
-    parser.add_argument("name", metavar="RUN", help="job number, run directory, or job name")
+    parser.add_argument("name", **RUN)
     parser.add_argument(
         "-f", "--follow", action="store_true", help="follow the log to the end of the job"
     )

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 
+from hpctrain.cli.argument_types import RUN
 from hpctrain.errors import exit_codes
 from hpctrain.jobs import lookup
 
@@ -17,9 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Writes one HTML page with the curves, times, starts and options of a run, or "
         "of several runs side by side. The page needs no other file and no network."
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, job number, or job name"
-    )
+    parser.add_argument("runs", nargs="+", **RUN)
     parser.add_argument(
         "--output",
         metavar="FILE.html",

@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
@@ -23,9 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "job is ended first, and the steps after its last checkpoint are repeated. For a job "
         "array, requeues the tasks that run or have failed."
     )
-    parser.add_argument(
-        "names", nargs="+", metavar="RUN", help="job number, run directory, or job name"
-    )
+    parser.add_argument("names", nargs="+", **RUN)
     parser.set_defaults(command=_main)
 
 

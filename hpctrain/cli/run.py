@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.cli import run_options
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, exit_codes
 
 if TYPE_CHECKING:
     from hpctrain.launch.attempts import Policy
@@ -235,7 +235,7 @@ def _policy(arguments: argparse.Namespace) -> "Policy":
     from hpctrain.launch.attempts import Policy
 
     return Policy(
-        arguments.max_attempts or 3,
+        arguments.max_attempts or exit_codes.MOST_FRUITLESS,
         arguments.retry,
         arguments.elastic,
         arguments.min_nproc or 1,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError, exit_codes
@@ -25,9 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "start sooner; if one has failed, the cause and how to continue. "
         "Without Slurm, shows all runs below ./runs."
     )
-    parser.add_argument(
-        "names", nargs="*", metavar="RUN", help="job number, run directory, or job name"
-    )
+    parser.add_argument("names", nargs="*", **RUN)
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(
         "--used",

@@ -159,11 +159,10 @@ def _print_failures(job: str, outcomes: "list[JobOutcome]") -> None:
     """Print why the tasks have failed, where their logs are, and how to continue."""
     from hpctrain.jobs import job_status, job_tables
 
-    failed = [outcome for outcome in outcomes if outcome.exit_code and outcome.job]
-    for outcome in failed[:_MOST_FAILURES]:
-        if outcome.job is not None:
-            if outcome.label != job:
-                note(f"job {outcome.label}: {outcome.state.lower()}")
-            sys.stderr.write(job_tables.details(job_status.of_queued(outcome.job, os.environ)))
+    failed = [(one, one.job) for one in outcomes if one.exit_code and one.job]
+    for outcome, record in failed[:_MOST_FAILURES]:
+        if outcome.label != job:
+            note(f"job {outcome.label}: {outcome.state.lower()}")
+        sys.stderr.write(job_tables.details(job_status.of_queued(record, os.environ)))
     if len(failed) > _MOST_FAILURES:
         note(f"and {len(failed) - _MOST_FAILURES} more")
