@@ -1,7 +1,6 @@
 """Run directories of jobs, and the progress of runs."""
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -55,7 +54,7 @@ def progress(path: Path) -> Progress | None:
     # Here and below without pathlib, which raises if the user may not read a folder.
     if not os.path.exists(directory.identity) and not os.path.exists(directory.metrics):
         return None
-    summary = _object(end_of(directory.summary))
+    summary = rundir.json_object(end_of(directory.summary))
     newest: dict[str, Any] = {}
     for row in _last_rows(directory.metrics):
         newest |= row
@@ -109,33 +108,17 @@ def _number(value: Any, kind: type[Any]) -> Any:
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of a .jsonl file, without invalid ones."""
-    return [row for row in map(_object, end_of(path).splitlines()) if row]
+    return [*filter(None, map(rundir.json_object, end_of(path).splitlines()))]
 
 
 def end_of(path: Path) -> bytes:
-    """Return the last bytes of a file; empty if it cannot be read, or is a pipe.
-
-    The run may belong to another user. Reading from a pipe could block forever.
-    """
+    """Return the last bytes of a file; empty if it cannot be read: it may be of another user."""
     try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
+        with open(path, "rb", opener=rundir.open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             return file.read(_TAIL)
     except (OSError, ValueError):
         return b""
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    """Return a JSON object; an empty one if the text is not an object."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> Path | None:

@@ -116,22 +116,22 @@ class InSlurm(JobHosts):
         # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
         how = ["--quiet", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered"]
         command = ["srun"]
-        for part, names in self._groups(hosts):
+        for group, _, names in self._groups(hosts):
             count = len(names)
             command += [":"] if len(command) > 1 else []
-            command += [*_group(part), *how, f"--nodes={count}", f"--ntasks={count}"]
+            command += [*group, *how, f"--nodes={count}", f"--ntasks={count}"]
             command += ["--ntasks-per-node=1", f"--nodelist={compress(names)}", *agent]
         step = attempt.folder / "step"
         step.mkdir(mode=0o700)
         return command, environ, step / "exit-status"
 
-    def _groups(self, hosts: Sequence[str]) -> Iterator[tuple[int | None, list[str]]]:
-        """Yield the number of each part of the job, None without parts, and its hosts of these."""
+    def _groups(self, hosts: Sequence[str]) -> Iterator[tuple[list[str], str, list[str]]]:
+        """Yield srun's option for each part of the job, the end of its variables, its hosts."""
         for number, part in enumerate(self._parts):
             if names := [host for host in hosts if host in part]:
-                yield number, names
+                yield [f"--het-group={number}"], f"_HET_GROUP_{number}", names
         if not self._parts:
-            yield None, list(hosts)
+            yield [], "", list(hosts)
 
 
 class Once(InSlurm):
@@ -182,19 +182,13 @@ class Direct(Once):
         if self._parts:
             # Those of the first part would count for a part that has none.
             environ = {name: value for name, value in environ.items() if name not in _OF_ONE_PART}
-        for part, _ in self._groups(hosts):
-            suffix = "" if part is None else f"_HET_GROUP_{part}"
+        for group, suffix, _ in self._groups(hosts):
             cpus = environ.get(f"SLURM_CPUS_PER_TASK{suffix}")
             command += [":"] if len(command) > 1 else []
             # Not every version of Slurm passes the CPUs from sbatch to srun.
-            command += [*_group(part), *how, *([f"--cpus-per-task={cpus}"] if cpus else [])]
+            command += [*group, *how, *([f"--cpus-per-task={cpus}"] if cpus else [])]
             command += attempt.command
         return command, environ, attempt.folder / "exit-status-0"
-
-
-def _group(part: int | None) -> list[str]:
-    """Return srun's option for a part of the job."""
-    return [] if part is None else [f"--het-group={part}"]
 
 
 def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:

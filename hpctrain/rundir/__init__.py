@@ -131,15 +131,18 @@ class RunDirectory:
         """Yield the lines of a .jsonl file one by one, because some files are long."""
         try:
             with open(path, errors="replace", opener=open_regular) as file:
-                for line in file:
-                    try:
-                        content = json.loads(line)
-                    except (ValueError, RecursionError):
-                        continue
-                    if isinstance(content, dict):
-                        yield content
+                yield from filter(None, map(json_object, file))
         except FileNotFoundError:
             return
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the text is no object."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def open_regular(name: str, flags: int) -> int:
