@@ -89,4 +89,4 @@ def _image(name: str, relative: tuple[str, ...], env: Mapping[str, str]) -> str:
     """Return the image, a relative path below the submit directory: ranks may start elsewhere."""
     if "://" in name or os.path.isabs(name) or not name.startswith(relative):
         return name
-    return str(submit_folder(env) / name)
+    return os.path.join(submit_folder(env), name)
