@@ -142,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     simulated.add_argument(
         "--as",
         dest="style",
-        choices=AS,
+        choices=tuple(AS),
         help="launcher whose environment variables the ranks get",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
