@@ -1,17 +1,14 @@
 """Collectives of a session: tensors and objects of all ranks, and what one rank does first."""
 
 import json
-import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from hpctrain.backends.base import Backend
 from hpctrain.cluster.world import World
@@ -20,6 +17,7 @@ from hpctrain.process.events import Events
 from hpctrain.process.phases import EVALUATING, WAITING
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.consensus import ask, first_error, meet, on_rank_zero, refuse_unlike_answers
+from hpctrain.training.tensor_exchange import all_rows, as_bytes, exchange, joined, reduced
 
 __all__ = ["Collectives"]
 
@@ -80,7 +78,7 @@ class Collectives:
                 f"session.all_reduce(x.float(), {op!r})" if op == "mean" else "x.abs()",
             )
         self._agree(f"{call} of {_described(tensor)}")
-        return _reduced(self.backend, tensor, op)
+        return reduced(self.backend, tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenate the tensors of all ranks along their first dimension, with gradients.
@@ -108,14 +106,11 @@ class Collectives:
         call = f"session.all_gather() of {_described_rows(tensor)}{gradient}"
         self._agree(call)
         header = torch.tensor([len(tensor), zlib.crc32(call.encode())])
-        headers = _exchange(
-            self.backend, _as_bytes(header), [_HEADER_BYTES] * self.world.world_size
-        )
+        headers = exchange(self.backend, as_bytes(header), [_HEADER_BYTES] * self.world.world_size)
         lengths, calls = torch.stack(headers).view(torch.int64).T.tolist()
         if len(set(calls)) > 1:
             self._wait(call)
-        gathered: Tensor = _AllGather.apply(tensor, self.backend, lengths)
-        return gathered
+        return all_rows(self.backend, tensor, lengths)
 
     def gather_for_metrics(self, things: Any) -> Any:
         """Concatenate the samples of all ranks, for a metric that needs them all.
@@ -142,7 +137,7 @@ class Collectives:
             return _Text(_described_rows(tensors[-1]))
 
         call = f"{_GATHER}{map_tensors(described, things, _refuse_value)}"
-        sent = [_as_bytes(tensor).to(self.backend.device) for tensor in tensors]
+        sent = [as_bytes(tensor).to(self.backend.device) for tensor in tensors]
         self._gathered = True
         self._events.phase(WAITING)
         answers = ask(self.backend, call, json.dumps([len(one) for one in sent]))
@@ -150,14 +145,14 @@ class Collectives:
             refuse_unlike_answers(answers)
         sizes = [json.loads(one.note) for one in answers]
         own = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)
-        gathered = _exchange(self.backend, own, [sum(those) for those in sizes])
+        gathered = exchange(self.backend, own, [sum(those) for those in sizes])
         self._events.phase(EVALUATING)
         parts = [
             torch.split(one, those) for one, those in zip(gathered, sizes, strict=True) if those
         ]
         columns = zip(tensors, *parts, strict=True)
-        joined = iter([_joined(column, tensor) for tensor, *column in columns])
-        return map_tensors(lambda _: next(joined), things)
+        results = iter([joined(column, tensor) for tensor, *column in columns])
+        return map_tensors(lambda _: next(results), things)
 
     def _take_part(self, idle: bool) -> None:
         """Take part in `gather_for_metrics` of ranks that still have a batch in an evaluation.
@@ -174,7 +169,7 @@ class Collectives:
                 refuse_unlike_answers(answers)
             if doings:
                 counts = [sum(json.loads(one.note)) for one in answers]
-                _exchange(self.backend, torch.empty(0, dtype=torch.uint8), counts)
+                exchange(self.backend, torch.empty(0, dtype=torch.uint8), counts)
         self._events.phase(EVALUATING)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -193,7 +188,7 @@ class Collectives:
         _check_tensor("session.broadcast()", tensor)
         self._check_source("broadcast", source)
         self._wait(f"session.broadcast() of {_described(tensor)} from rank {source}")
-        sent = _as_bytes(tensor.detach()).to(self.backend.device, copy=True)
+        sent = as_bytes(tensor.detach()).to(self.backend.device, copy=True)
         self.backend.broadcast([sent], source)
         return sent.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
@@ -313,86 +308,6 @@ class Collectives:
                 f"a rank from 0 to {self.world.world_size - 1}",
                 f"session.{name}(…) from rank 0",
             )
-
-
-class _AllGather(torch.autograd.Function):
-    """Rows of all ranks; the gradient of a row is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, backend: Backend, lengths: Sequence[int]) -> Tensor:
-        ctx.backend, ctx.lengths = backend, lengths
-        row_bytes = rows.shape[1:].numel() * rows.element_size()
-        counts = [length * row_bytes for length in lengths]
-        return _joined(_exchange(backend, _as_bytes(rows), counts), rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total = _reduced(ctx.backend, gradient, "sum")
-        own: Tensor = torch.split(total, ctx.lengths)[ctx.backend.rank]
-        return own, None, None
-
-
-def _reduced(backend: Backend, tensor: Tensor, op: str) -> Tensor:
-    """Return the result of `Collectives.all_reduce`, without its checks."""
-    if tensor.is_complex():
-        parts = torch.view_as_real(tensor.resolve_conj())
-        return torch.view_as_complex(_reduced(backend, parts, op))
-    floating, dtype = tensor.is_floating_point(), tensor.dtype
-    # The types that every backend reduces: Horovod has no bfloat16, gloo no int16 and no bool.
-    wide = torch.int64 if not floating else torch.promote_types(dtype, torch.float32)
-    new = torch.empty(tensor.shape, dtype=wide, device=backend.device).copy_(tensor.detach())
-    if not new.numel():
-        pass
-    elif op == "max":
-        new = _greatest(backend, new)
-    elif op == "min":
-        new = -_greatest(backend, -new) if floating else ~_greatest(backend, ~new)
-    else:
-        new = backend.sum(new)
-        if op == "mean":
-            new /= backend.world_size
-        elif not floating:
-            dtype = torch.int64
-    return new.to(tensor.device, dtype)
-
-
-def _greatest(backend: Backend, tensor: Tensor) -> Tensor:
-    """Return the maximum of each element over the ranks; NaN if it is NaN on a rank.
-
-    gloo's comparison with NaN can lose NaN and the values of other ranks.
-    """
-    if not tensor.is_floating_point():
-        return backend.max(tensor)
-    missing = tensor.isnan()
-    both = torch.stack([tensor.masked_fill(missing, -math.inf), missing.to(tensor.dtype)])
-    values, missing = torch.unbind(backend.max(both))
-    return values.masked_fill(missing > 0, math.nan)
-
-
-def _exchange(backend: Backend, own: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Return the bytes of all ranks, on the device.
-
-    Args:
-        backend: backend of the ranks.
-        own: bytes of this rank, of shape (counts[rank],).
-        counts: number of bytes of each rank.
-    """
-    padded = pad(own.to(backend.device), (0, max(counts) - len(own)))
-    gathered = backend.all_gather(padded) if len(padded) else padded.expand(len(counts), 0)
-    return [row[:count] for row, count in zip(gathered, counts, strict=True)]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as bytes, of shape (bytes,); every backend can send these."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _joined(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Return parts, given as bytes, as one tensor of the type, rows and device of another one."""
-    values = torch.cat(list(parts)).view(rows.dtype)
-    joined: Tensor = values.reshape(-1, *rows.shape[1:]).to(rows.device)
-    return joined
 
 
 def _rows(tensor: Tensor) -> Tensor:
