@@ -9,7 +9,8 @@ from hpctrain.data.feed import Placement, feed
 from hpctrain.data.loader import Loader
 from hpctrain.data.own_loaders import without_bar
 from hpctrain.data.sampler import TrainingSampler
-from hpctrain.data.shared_loader import SharedLoader, Sharing
+from hpctrain.data.shared_loader import SharedLoader
+from hpctrain.data.shared_order import Sharing
 from hpctrain.data.shared_stream import SharedStream
 
 __all__ = ["SHARED", "begin_epoch", "counts_itself", "share", "steps_of_epoch"]

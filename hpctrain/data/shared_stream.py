@@ -14,7 +14,8 @@ from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import Loader, evaluated
 from hpctrain.data.own_loaders import begin_own, fingerprint, length_of, samples, split_themselves
-from hpctrain.data.shared_loader import Sharing, begun, copied, refuse_short
+from hpctrain.data.shared_loader import begun, copied, refuse_short
+from hpctrain.data.shared_order import Sharing
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 from hpctrain.process.events import Events

@@ -17,7 +17,8 @@ from hpctrain.data import TrainingSampler
 from hpctrain.data.epochs import share
 from hpctrain.data.feed import Placement
 from hpctrain.data.own_loaders import batch_size
-from hpctrain.data.shared_loader import SharedLoader, Sharing
+from hpctrain.data.shared_loader import SharedLoader
+from hpctrain.data.shared_order import Sharing
 from hpctrain.data.shared_stream import SharedStream
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
