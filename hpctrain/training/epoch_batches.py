@@ -1,6 +1,7 @@
 """Batches of an epoch: what is left of any loader of a script, on this rank."""
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hpctrain.data import own_loaders
@@ -8,10 +9,11 @@ from hpctrain.data.epochs import begin_epoch, counts_itself, steps_of_epoch
 from hpctrain.data.loader import weighed
 from hpctrain.data.shared_loader import SharedLoader
 from hpctrain.data.shared_stream import SharedStream, end_together
-from hpctrain.training.consensus import meet
+from hpctrain.errors import UsageError
+from hpctrain.training.consensus import meet, on_rank_zero
 from hpctrain.training.context import Context
 
-__all__ = ["begin"]
+__all__ = ["begin", "refuse_other_data"]
 
 
 def begin(
@@ -90,3 +92,45 @@ def _looked_at(
         yield first
         break
     yield from batches
+
+
+def refuse_other_data(context: Context) -> None:
+    """Compare the data sets of all ranks with those of rank 0; called by all ranks.
+
+    Each rank takes its part of an order that is computed from the length. If the copy on one host
+    lacks some samples, its ranks would read other samples than their share, without an error. If
+    ranks have different numbers of data sets, there is no comparison.
+
+    Args:
+        context: context of the training.
+
+    Raises:
+        UsageError: a rank has different data sets.
+    """
+    hosts = context.roster.host_names
+    sets: Sequence[Any] = context.datasets
+    seen = context.backend.gather_object([(len(one), _classes(one)) for one in sets])
+
+    def compare() -> None:
+        for rank, theirs in enumerate(seen):
+            if len(theirs) != len(seen[0]):
+                return
+            for own, first in zip(theirs, seen[0], strict=True):
+                if own != first:
+                    other = " of other classes" if own[1] != first[1] else ""
+                    raise UsageError(
+                        "HT611",
+                        f"a data set of {own[0]:,} samples{other} at rank {rank} on {hosts[rank]}, "
+                        f"and of {first[0]:,} at rank 0 on {hosts[0]}",
+                        "the same samples on all ranks",
+                        "copy the same files to every host; to compare: find PATH -type f | wc -l",
+                    )
+
+    on_rank_zero(context.backend, compare)
+
+
+def _classes(dataset: Any) -> str:
+    """Hash the names of the classes, if any, which distinguish data sets of equal length."""
+    classes = getattr(dataset, "classes", ())
+    named = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    return hashlib.sha256(repr(named).encode(errors="surrogateescape")).hexdigest()

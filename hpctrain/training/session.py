@@ -30,7 +30,7 @@ from hpctrain.process.logging import logger
 from hpctrain.process.phases import EVALUATING, IDLE
 from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
-from hpctrain.training import evaluation, prepare
+from hpctrain.training import evaluation, prepare, prepare_optimizer
 from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradients import Gradients
@@ -230,10 +230,10 @@ class Session(Collectives):
         for thing in things:
             if isinstance(thing, Optimizer) and thing not in optimizers:
                 self.backend.adopt(thing)
-                prepare.prepare_optimizer(thing, context)
+                prepare_optimizer.prepare_optimizer(thing, context)
                 self.precision.adopt(thing)
-                prepare.share_state(thing, self.backend)
-                for other in prepare.replaced(thing, optimizers):
+                prepare_optimizer.share_state(thing, self.backend)
+                for other in prepare_optimizer.replaced(thing, optimizers):
                     optimizers.remove(other)
                 self._gradients.adopt(thing)
                 optimizers.append(thing)

@@ -27,7 +27,7 @@ from hpctrain.process.phases import (
 )
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder
-from hpctrain.training import epoch_batches, prepare
+from hpctrain.training import epoch_batches, prepare_optimizer
 from hpctrain.training.agreement import Agreement
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import meet
@@ -364,7 +364,7 @@ class Run:
                 "its own samples; session.sum(), or --backend ddp"
             )
         meet(context.backend, "the first call of run.batches()", self._events)
-        prepare.refuse_other_data(context)
+        epoch_batches.refuse_other_data(context)
 
     def _begin_backward(self) -> None:
         """Prepare for the backward pass of a micro-batch; called before it.
@@ -548,9 +548,9 @@ class Run:
 
     def _plan(self, length: int | None) -> None:
         """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
-        schedule = prepare.plan_schedule(self._context.options, length, self._epochs)
+        schedule = prepare_optimizer.plan_schedule(self._context.options, length, self._epochs)
         if schedule is not None and schedule != self._schedule:
-            prepare.check_schedule(schedule, self._context.optimizers)
+            prepare_optimizer.check_schedule(schedule, self._context.optimizers)
             self._schedule = schedule
             logger.info("learning rate: %s", schedule.describe())
 
