@@ -8,11 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.augmentation import Seeded, draws, kept

@@ -1,17 +1,24 @@
-"""Checks for calls that falsify gradients: backward(), zero_grad(), clipping in the script."""
+"""Checks for calls that falsify gradients: backward(), zero_grad(), clipping, other optimizers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
 from hpctrain.training.context import Context, parameters_of
 
-__all__ = ["GradientGuard", "watch_clipping"]
+__all__ = [
+    "GradientGuard",
+    "no_loss",
+    "refuse_optimizers",
+    "refuse_plain_backward",
+    "watch_clipping",
+]
 
 _STEPS = 3  # a script with such a call makes it in its first steps
 
@@ -108,6 +115,88 @@ def _checked(
 ) -> Any:
     check(isinstance(tensors, list) and not any(len(one) for one in tensors[:1]))
     return function(tensors, *more, **keywords)
+
+
+def refuse_plain_backward(context: Context, optimizer: Optimizer) -> None:
+    """Refuse gradients of the script's own loss.backward() that would be wrong.
+
+    Args:
+        context: context of the training.
+        optimizer: optimizer that is about to step.
+
+    Raises:
+        UsageError: the loss needed a scale, a weight, or a part of it.
+    """
+    why = [
+        *(["a loss scale"] if context.precision.scaler is not None else []),
+        *(["micro-batches that accumulate"] if context.batches.accumulate > 1 else []),
+        *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
+    ]
+    if why and any(p.grad is not None for p in parameters_of(optimizer)):
+        raise UsageError(
+            "HT604",
+            f"optimizer.step() after loss.backward(), with {' and '.join(why)}",
+            "a backward pass that takes this into account",
+            "session.backward(loss) in place of loss.backward()",
+        )
+
+
+def refuse_optimizers(
+    context: Context, optimizers: Sequence[Optimizer], need_closure: Container[int]
+) -> None:
+    """Refuse optimizers that `session.step` cannot step.
+
+    Args:
+        context: context of the training.
+        optimizers: optimizers that the script has named.
+        need_closure: ids of optimizers that call a closure.
+
+    Raises:
+        UsageError: one was not prepared, or needs something else than one backward pass.
+    """
+    prepared, accumulate = context.optimizers, context.batches.accumulate
+    if not prepared or any(one not in prepared for one in optimizers):
+        raise UsageError(
+            "HT606",
+            "session.step() with an optimizer that was not prepared"
+            if optimizers
+            else "session.step(), and no optimizer was prepared",
+            "gradients that are averaged, applied and cleared",
+            "model, optimizer = session.prepare(model, optimizer)",
+        )
+    if optimizers and accumulate > 1:
+        raise UsageError(
+            "HT607",
+            f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
+            "session.step(loss), one loss for all optimizers",
+            "session.backward(loss), optimizer.step(), optimizer.zero_grad() for each one",
+            "--accumulate 1",
+        )
+    for optimizer in optimizers or prepared:
+        if id(optimizer) in need_closure:
+            raise UsageError(
+                "HT607",
+                f"session.step() with a {type(optimizer).__name__}, which calls a closure for "
+                "the loss, several times",
+                "an optimizer that needs the gradients of one backward pass",
+                "optimizer.step(closure), with session.backward(loss) in the closure",
+            )
+
+
+def no_loss(loss: Any) -> UsageError:
+    """Return the error for an object that is no single number with a gradient."""
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        found = f"a loss of shape {tuple(loss.shape)}"
+    else:
+        found = "a loss without a gradient (made under torch.no_grad(), or detached)"
+    return UsageError(
+        "HT608",
+        f"session.step() or session.backward() with {found}",
+        "the mean loss of a micro-batch: a tensor of one number that has a gradient",
+        "session.step(loss.mean()) or session.backward(loss.mean())",
+    )
 
 
 def _look(parameter: nn.Parameter) -> tuple[int, int] | None:

@@ -17,7 +17,12 @@ from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
 from hpctrain.process.phases import ACCUMULATING, BACKWARD, COMPUTING, UPDATING
 from hpctrain.training.context import Context, parameters_of
-from hpctrain.training.gradient_guard import GradientGuard
+from hpctrain.training.gradient_guard import (
+    GradientGuard,
+    no_loss,
+    refuse_optimizers,
+    refuse_plain_backward,
+)
 
 __all__ = ["Gradients"]
 
@@ -116,7 +121,7 @@ class Gradients:
         context = self._context
         prepared = context.optimizers
         if optimizers or not prepared or self._need_closure:
-            self._refuse_optimizers(optimizers)
+            refuse_optimizers(context, optimizers, self._need_closure)
         context.events.backward()
         if self._micro_batch == 0 and not self._passed:
             self._guard.before(True)
@@ -248,7 +253,7 @@ class Gradients:
 
     def _pass(self, loss: Tensor, keywords: dict[str, Any]) -> None:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
-            raise _no_loss(loss)
+            raise no_loss(loss)
         context = self._context
         if self._stepped:
             self.end_step()
@@ -320,7 +325,7 @@ class Gradients:
     def _step_alone(self, optimizer: Optimizer) -> None:
         """Take a step that the script has called, if the gradients are complete."""
         if not self._passes:
-            self._refuse_plain_backward(optimizer)
+            refuse_plain_backward(self._context, optimizer)
         if not self.last:
             return
         events = self._context.events
@@ -373,56 +378,6 @@ class Gradients:
             for model in self._context.models:
                 self._backend.synchronize(model, self.last)
 
-    def _refuse_plain_backward(self, optimizer: Optimizer) -> None:
-        """Refuse gradients of the script's own loss.backward() that would be wrong.
-
-        Raises:
-            UsageError: the loss needed a scale, a weight, or a part of it.
-        """
-        context = self._context
-        why = [
-            *(["a loss scale"] if self._precision.scaler is not None else []),
-            *(["micro-batches that accumulate"] if context.batches.accumulate > 1 else []),
-            *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
-        ]
-        if why and any(p.grad is not None for p in parameters_of(optimizer)):
-            raise UsageError(
-                "HT604",
-                f"optimizer.step() after loss.backward(), with {' and '.join(why)}",
-                "a backward pass that takes this into account",
-                "session.backward(loss) in place of loss.backward()",
-            )
-
-    def _refuse_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that `session.step` cannot step."""
-        prepared, accumulate = self._context.optimizers, self._context.batches.accumulate
-        if not prepared or any(one not in prepared for one in optimizers):
-            raise UsageError(
-                "HT606",
-                "session.step() with an optimizer that was not prepared"
-                if optimizers
-                else "session.step(), and no optimizer was prepared",
-                "gradients that are averaged, applied and cleared",
-                "model, optimizer = session.prepare(model, optimizer)",
-            )
-        if optimizers and accumulate > 1:
-            raise UsageError(
-                "HT607",
-                f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
-                "session.step(loss), one loss for all optimizers",
-                "session.backward(loss), optimizer.step(), optimizer.zero_grad() for each one",
-                "--accumulate 1",
-            )
-        for optimizer in optimizers or prepared:
-            if id(optimizer) in self._need_closure:
-                raise UsageError(
-                    "HT607",
-                    f"session.step() with a {type(optimizer).__name__}, which calls a closure for "
-                    "the loss, several times",
-                    "an optimizer that needs the gradients of one backward pass",
-                    "optimizer.step(closure), with session.backward(loss) in the closure",
-                )
-
 
 def _clear(optimizer: Optimizer) -> None:
     """Clear gradients as torch's `zero_grad` does, which also opens a range of the profiler.
@@ -432,19 +387,3 @@ def _clear(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def _no_loss(loss: Any) -> UsageError:
-    """Return the error for an object that is no single number with a gradient."""
-    if not isinstance(loss, Tensor):
-        found = f"a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        found = f"a loss of shape {tuple(loss.shape)}"
-    else:
-        found = "a loss without a gradient (made under torch.no_grad(), or detached)"
-    return UsageError(
-        "HT608",
-        f"session.step() or session.backward() with {found}",
-        "the mean loss of a micro-batch: a tensor of one number that has a gradient",
-        "session.step(loss.mean()) or session.backward(loss.mean())",
-    )
