@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.snapshot import Snapshot, key_of, storages_in
 from hpctrain.cluster.memory import available
+from hpctrain.cluster.texts import first_line
 from hpctrain.process.logging import logger
 
 __all__ = ["Buffers"]
@@ -83,7 +84,7 @@ class Buffers:
         try:
             taken = [_new(*size) if buffer is None else buffer for size, buffer in pairs]
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
-            self._refuse((str(error).splitlines() or ["MemoryError"])[0])
+            self._refuse(first_line(error))
             return None
         self._buffers = list(zip(sizes, taken, strict=True))
         if more:

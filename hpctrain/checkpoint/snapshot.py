@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.extent import Extent
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import UsageError
 
 __all__ = [
@@ -281,9 +282,8 @@ def _round_trip(part: str, value: Any) -> Any:
 
 
 def _refused(part: str, error: Exception) -> UsageError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    found = f"the state of {part!r} contains a value that no checkpoint can restore: {reason}"
-    return UsageError("HT706", found, _EXPECTED, *_FIXES)
+    found = f"the state of {part!r} contains a value that no checkpoint can restore: "
+    return UsageError("HT706", found + first_line(error), _EXPECTED, *_FIXES)
 
 
 def _plain(tensor: Any) -> bool:

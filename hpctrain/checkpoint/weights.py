@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.checkpoint import dcp
 from hpctrain.checkpoint.export import INDEX, SUFFIX, import_safetensors
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 from hpctrain.process.pytree import map_tensors
@@ -282,7 +283,7 @@ def _why(path: Path, error: Exception) -> str:
     with contextlib.suppress(Exception), torch.serialization.safe_globals(_plain_data()):
         if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
             return f"it needs {', '.join(sorted(refused)[:_MOST_NAMED])}, and may run its own code"
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     # torch's own message has many lines.
     return (
         "torch.save did not write it" if reason.startswith("Weights only load failed") else reason

@@ -4,9 +4,17 @@ import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["listed", "nearest", "option_meant", "printable", "ranks_text", "shortened", "user_name"]
+__all__ = [
+    *("first_line", "listed", "nearest", "option_meant", "printable", "ranks_text"),
+    *("shortened", "user_name"),
+]
 
 _MOST_WORDS = 8
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def listed(words: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.texts import first_line
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
@@ -111,7 +112,7 @@ def no_gpu_reason(warning_texts: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "no reason given"
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
     reason = next((line for line in warning_texts if "driver" in line.lower()), reason)
     if "too old" in reason:
         return reason, ("module load a newer driver", "install a torch for an older CUDA")

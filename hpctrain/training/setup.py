@@ -12,6 +12,7 @@ import torch
 from hpctrain import backends, precision, rendezvous
 from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.cluster import env_vars, launchers
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.process import device, file_limit
 from hpctrain.process.determinism import Determinism
@@ -157,10 +158,9 @@ def _equip(
         deciding = {**options.deciding(), "--precision": numbers.name}
         return chosen, numbers, settings, consistency.entry(chosen, deciding)
     except RuntimeError as failure:  # from CUDA
-        reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
         raise StartError(
             "HT615",
-            f"its GPU cannot be used: {reason}",
+            f"its GPU cannot be used: {first_line(failure)}",
             "a GPU that works and is free",
             "run nvidia-smi on that host, then hpctrain doctor",
         ) from None

@@ -16,10 +16,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.distributed.flight_recorder import FlightRecorder
-from hpctrain.backends.distributed.store import absent, assemble, first_line, open_store
+from hpctrain.backends.distributed.store import absent, assemble, open_store
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.env_vars import GLOO_INTERFACE
-from hpctrain.cluster.texts import ranks_text
+from hpctrain.cluster.texts import first_line, ranks_text
 from hpctrain.errors import HpctrainError, RankLostError, RankMissingError, StartError, UsageError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of

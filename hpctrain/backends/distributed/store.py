@@ -10,11 +10,12 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.backends.base import missing_error
 from hpctrain.cluster.launchers import base as launching
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import RankMissingError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.messages import GRACE_SECONDS
 
-__all__ = ["AgentStore", "absent", "assemble", "first_line", "open_store"]
+__all__ = ["AgentStore", "absent", "assemble", "open_store"]
 
 _ABSENT = "absent"  # the key that a failed rank sets
 
@@ -157,8 +158,3 @@ def _receive_missing(store: Store, rank: int, timeout: float) -> str:
     except RuntimeError:
         return "0"
     return missing
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import exit_codes
 from hpctrain.monitoring.trackers.base import About, Tracker
 from hpctrain.process.logging import logger
@@ -120,7 +121,7 @@ class _Outlet:
             self._tracker.abandon()
         except Exception as error:
             logger.warning(
-                "--track %s may block the exit of this process: %s", self.name, _reason(error)
+                "--track %s may block the exit of this process: %s", self.name, first_line(error)
             )
 
     def _work(self) -> None:
@@ -138,10 +139,6 @@ class _Outlet:
     def _fail(self, error: Exception) -> None:
         logger.error(
             "--track %s gets no rows from here on, metrics.jsonl has all of them: %s",
-            *(self.name, _reason(error)),
+            *(self.name, first_line(error)),
         )
         self.finished.set()
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,6 +19,7 @@ import torch
 from hpctrain.checkpoint import Writer
 from hpctrain.cluster.env_vars import RUN_DIR
 from hpctrain.cluster.memory import available
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.tools.bench.measure import Results, compare, spell
@@ -194,7 +195,7 @@ def _as_usage_error(function: Callable[[], T]) -> T:
         # torch.save raises a RuntimeError on a full disk.
         raise UsageError(
             "HT901",
-            f"the checkpoint cannot be measured: {str(error).splitlines()[0]}",
+            f"the checkpoint cannot be measured: {first_line(error)}",
             "a file system with room, which this user may write to",
             "--size 100MB",
             "--run-dir DIR on another file system",

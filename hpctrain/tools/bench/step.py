@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from hpctrain.backends.base import Work
+from hpctrain.cluster.texts import first_line
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench import baseline, models
 from hpctrain.tools.bench.measure import Results, compare, describe
@@ -167,7 +168,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
     except torch.OutOfMemoryError as error:
         raise UsageError(
             "HT907",
-            f"no room for a step of {model} with {size} samples: {str(error).splitlines()[0]}",
+            f"no room for a step of {model} with {size} samples: {first_line(error)}",
             "a step that fits the memory of the device",
             f"--batch-size {max(size // 2, 1)}",
         ) from None
