@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
 
 from hpctrain.errors import exit_codes
 
@@ -63,6 +63,15 @@ class HpctrainError(Exception):
             lines.append(f"{_EXPECTED}{self.expected}")
         lines += [f"{_OR if number else _FIX}{fix}" for number, fix in enumerate(self.fixes)]
         return "\n".join([*lines, f"{_MORE}{_EXPLAIN}{self.code}"])
+
+    def of_all(self, rank: int) -> Self:
+        """Return the error for all ranks to raise, of which rank 0 alone prints all lines.
+
+        Args:
+            rank: this rank.
+        """
+        self.reported_by_rank_0 = rank > 0
+        return self
 
     def _in_worker(self, text: str) -> list[str]:
         """Return code, found, expected and fixes of an error that a DataLoader worker raised.

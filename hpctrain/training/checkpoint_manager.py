@@ -237,14 +237,12 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
         able = backend.broadcast_object([rank for rank, sees in enumerate(seen) if sees]) or able
     blind = sorted(set(range(backend.world_size)).difference(able))
     if blind and backend.sharded:
-        error = UsageError(
+        raise UsageError(
             "HT622",
             f"{ranks_text(blind, hosts)} see no {directory.path}, in which rank 0 saves",
             "a run directory on a file system that all hosts share, as each rank saves its part",
             "--run-dir DIR",
-        )
-        error.reported_by_rank_0 = backend.rank > 0
-        raise error
+        ).of_all(backend.rank)
     return Team(backend.rank, able, backend.sharded, name, nonce)
 
 

@@ -200,7 +200,7 @@ class Classification:
         samples, right = guesses.sum(dim=1), guesses.diagonal()
         count = int(samples.sum())
         if outside or not count:
-            raise self._refusal(outside, ignored)
+            raise self._refusal(outside, ignored).of_all(self._backend.rank)
         return Scores(
             int(right.sum()) / count,
             near / count,
@@ -214,19 +214,16 @@ class Classification:
     def _refusal(self, outside: int, ignored: int) -> UsageError:
         """Return the error that explains why there are no scores."""
         if outside:
-            error = UsageError(
+            return UsageError(
                 "HT603",
                 f"classification({self._classes}): {outside} targets are {self._classes} or more",
                 f"classes from 0 to {self._classes - 1}, and targets below 0 to be ignored",
                 "session.classification(len(dataset.classes)), of the set that is evaluated",
             )
-        else:
-            error = UsageError(
-                "HT603",
-                f"classification({self._classes}): no sample to score, {ignored} ignored",
-                "samples with targets from 0, on one rank at least",
-                "for images, targets in session.loader(val_set, train=False): "
-                "scores.update(model(images), targets)",
-            )
-        error.reported_by_rank_0 = self._backend.rank > 0
-        return error
+        return UsageError(
+            "HT603",
+            f"classification({self._classes}): no sample to score, {ignored} ignored",
+            "samples with targets from 0, on one rank at least",
+            "for images, targets in session.loader(val_set, train=False): "
+            "scores.update(model(images), targets)",
+        )

@@ -224,8 +224,7 @@ class ReplicaCheck:
             "--resume",
             "look for faults of the host's memory or GPU: hpctrain doctor, dmesg, nvidia-smi -q -d "
             "ECC,ROW_REMAPPER; leave the host out if it happens again",
-        )
-        error.reported_by_rank_0 = context.world.rank > 0
+        ).of_all(context.world.rank)
         error.at_fault = context.world.rank in unlike
         raise error
 

@@ -84,15 +84,13 @@ def refuse_nonfinite(context: Context, step: int) -> None:
         unlike = torch.tensor(int(not finite), device=context.device)
         finite = int(backend.sum(unlike).item()) == 0
     if not finite:
-        error = NonFiniteError(
+        raise NonFiniteError(
             "HT613",
             f"the weights are not finite any more at step {step}, so they are not kept",
             "finite losses and gradients",
             "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision fp32; "
             "it goes on from the checkpoint before",
-        )
-        error.reported_by_rank_0 = context.world.rank > 0
-        raise error
+        ).of_all(context.world.rank)
 
 
 def refuse_streak(context: Context, ranks: float, step: int, saved: Position | None) -> None:
@@ -108,16 +106,14 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
         NonFiniteError: always.
     """
     most = context.options.max_nonfinite
-    error = NonFiniteError(
+    raise NonFiniteError(
         "HT613",
         f"{most} steps in a row overflowed or had no finite loss, "
         f"on {ranks:.0f} of {context.world.world_size} ranks, before step {step}",
         f"fewer in a row (--max-nonfinite {most})",
         "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision bf16; "
         f"it goes on from step {saved.step if saved else 0}",
-    )
-    error.reported_by_rank_0 = context.world.rank > 0
-    raise error
+    ).of_all(context.world.rank)
 
 
 def gather(
