@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -83,18 +84,12 @@ class Loader:
             loaded = iter(self._loader)
         batches = feed(loaded, self._placement, self._on_device)
         if isinstance(sampler, EvaluationSampler):
-            idle = sampler.idle if sampler.uneven else None
-            return evaluated(self._events, batches, len(self), idle)
-        return self._weighed(sampler, batches) if sampler.uneven else batches
-
-    def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; report the weight of each batch first."""
-        try:
-            for number, batch in enumerate(batches):
-                self._events.weight(sampler.weight(number))
-                yield batch
-        finally:
-            self._events.weight(1.0)
+            return evaluated(
+                self._events, batches, len(self), lambda: sampler.idle if sampler.uneven else None
+            )
+        if not sampler.uneven:
+            return batches
+        return weighed(zip(batches, map(sampler.weight, count()), strict=False), self._events)
 
 
 def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[Any]:
@@ -119,24 +114,28 @@ def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[An
 
 
 def evaluated(
-    events: Events, batches: Iterator[Any], count: int, idle: bool | None = None
+    events: Events,
+    batches: Iterator[Any],
+    length: int,
+    idle: Callable[[], bool | None] = lambda: None,
 ) -> Iterator[Any]:
     """Yield the batches of an evaluation; report the phase before each batch is fetched.
 
     Args:
         events: receives the phase, the number of each batch, and an uneven end.
         batches: batches of this rank.
-        count: number of batches of this rank; 0 if unknown.
-        idle: whether a rank has no batch; None if all ranks have equally many.
+        length: number of batches of this rank; 0 if unknown.
+        idle: function that returns at the end whether a rank had no batch; None if all ranks had
+            equally many.
     """
     events.phase(EVALUATING)
     for number, batch in enumerate(batches):
-        if count:
-            events.evaluated(number, count)
+        if length:
+            events.evaluated(number, length)
         yield batch
         events.phase(EVALUATING)
-    if idle is not None:
-        events.exhausted(idle)
+    if (without := idle()) is not None:
+        events.exhausted(without)
 
 
 def check_arguments(

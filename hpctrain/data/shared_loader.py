@@ -101,12 +101,13 @@ class SharedLoader:
         if trains:
             return self._weighed(order, batches)
         self.events.evaluation()
-        return self._evaluated(order, feed(batches, self._sharing.placement))
-
-    def _evaluated(self, order: Order, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from evaluated(self.events, batches, 0 if order.steps is None else len(order))
-        if order.drawn % self._sharing.world_size:
-            self.events.exhausted(order.drawn < self._sharing.world_size)
+        size = self._sharing.world_size
+        return evaluated(
+            self.events,
+            feed(batches, self._sharing.placement),
+            0 if order.steps is None else len(order),
+            lambda: order.drawn < size if order.drawn % size else None,
+        )
 
     def _weighed(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for number, batch in enumerate(batches):
