@@ -1,9 +1,8 @@
 """Preparation of optimizers for a session, and of the course of their learning rates."""
 
-import io
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain import optim
@@ -11,23 +10,35 @@ from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
+from hpctrain.process.pytree import map_tensors
 from hpctrain.training.context import Context, parameters_of
 
-__all__ = ["check_schedule", "plan_schedule", "prepare_optimizer", "replaced", "share_state"]
+__all__ = ["check_schedule", "plan_schedule", "prepare_optimizer"]
 
 
 def prepare_optimizer(optimizer: Optimizer, context: Context) -> None:
-    """Apply the options for weight decay and learning rate to an optimizer.
+    """Prepare an optimizer for training with the other ranks, with the state of rank 0.
 
     Args:
         optimizer: optimizer, changed in place.
-        context: context of the training.
+        context: context of the training, with the optimizers that were prepared before. Those with
+            the same parameters are replaced.
 
     Raises:
         UsageError: the optimizer has parameters of no prepared model, or has a scheduler
             that has already read values which an option changes.
     """
-    options, batches = context.options, context.batches
+    context.backend.adopt(optimizer)
+    _refuse_parameters(optimizer, context)
+    _apply_options(optimizer, context)
+    context.precision.adopt(optimizer)
+    _share_state(optimizer, context.backend)
+    _remove_replaced(optimizer, context.optimizers)
+    context.optimizers.append(optimizer)
+
+
+def _refuse_parameters(optimizer: Optimizer, context: Context) -> None:
+    """Refuse parameters that are in no prepared model."""
     known = {parameter for model in context.models for parameter in model.parameters()}
     unprepared = [p for p in parameters_of(optimizer) if p not in known]
     if unprepared:
@@ -38,6 +49,11 @@ def prepare_optimizer(optimizer: Optimizer, context: Context) -> None:
             "parameters of prepared models",
             "session.prepare(model, optimizer), with such parameters in a module",
         )
+
+
+def _apply_options(optimizer: Optimizer, context: Context) -> None:
+    """Apply the options for weight decay and learning rate."""
+    options, batches = context.options, context.batches
     if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
         raise UsageError(
             "HT610",
@@ -63,33 +79,24 @@ def prepare_optimizer(optimizer: Optimizer, context: Context) -> None:
         )
 
 
-def replaced(optimizer: Optimizer, others: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the other optimizers that step on the same parameters, with a warning for each."""
+def _remove_replaced(optimizer: Optimizer, others: list[Optimizer]) -> None:
+    """Remove the other optimizers that step on the same parameters, with a warning for each."""
     own = set(map(id, parameters_of(optimizer)))
-    found = [other for other in others if not own.isdisjoint(map(id, parameters_of(other)))]
-    for other in found:
+    for other in [one for one in others if not own.isdisjoint(map(id, parameters_of(one)))]:
+        others.remove(other)
         logger.warning(
             "a %s takes the place of the %s that was prepared for the same parameters",
             type(optimizer).__name__,
             type(other).__name__,
         )
-    return found
 
 
-def share_state(optimizer: Optimizer, backend: Backend) -> None:
-    """Load the optimizer state of rank 0 on every rank; usually there is none yet.
-
-    Args:
-        optimizer: optimizer, changed in place.
-        backend: backend of the session.
-    """
-    box = io.BytesIO()
-    if backend.rank == 0 and optimizer.state:
-        torch.save(optimizer.state_dict(), box)
-    state = backend.broadcast_object(box.getvalue())
-    if state:
-        # Loading also moves the state to the device of the weights.
-        optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
+def _share_state(optimizer: Optimizer, backend: Backend) -> None:
+    """Load the optimizer state of rank 0 on every rank; usually there is none yet."""
+    own = optimizer.state_dict() if backend.rank == 0 and optimizer.state else None
+    state = backend.broadcast_object(map_tensors(Tensor.cpu, own))
+    if state is not None:
+        optimizer.load_state_dict(state)  # which moves it to the device of the weights
 
 
 def plan_schedule(

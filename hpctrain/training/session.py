@@ -30,11 +30,12 @@ from hpctrain.process.logging import logger
 from hpctrain.process.phases import EVALUATING, IDLE
 from hpctrain.rendezvous import shared_errors
 from hpctrain.rundir.exit_status import write_exit_status
-from hpctrain.training import evaluation, prepare, prepare_optimizer
+from hpctrain.training import evaluation, prepare
 from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradients import Gradients
 from hpctrain.training.preemption import Preemption, Stopped
+from hpctrain.training.prepare_optimizer import prepare_optimizer
 from hpctrain.training.setup import open_ranks
 from hpctrain.training.training_run import Run
 
@@ -219,7 +220,7 @@ class Session(Collectives):
                 prepared[place] = shared = context.share(thing, split_batches)
                 context.adopt(shared)
         self.batches = context.batches
-        models, optimizers = context.models, context.optimizers
+        models = context.models
         for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):
                 known = [one for one in models if thing in (one, prepare.inner(one))]
@@ -228,15 +229,9 @@ class Session(Collectives):
                 prepared[place] = known[0] if known else models[-1]
         self.backend.broadcast(self.precision.masters())
         for thing in things:
-            if isinstance(thing, Optimizer) and thing not in optimizers:
-                self.backend.adopt(thing)
-                prepare_optimizer.prepare_optimizer(thing, context)
-                self.precision.adopt(thing)
-                prepare_optimizer.share_state(thing, self.backend)
-                for other in prepare_optimizer.replaced(thing, optimizers):
-                    optimizers.remove(other)
+            if isinstance(thing, Optimizer) and thing not in context.optimizers:
+                prepare_optimizer(thing, context)
                 self._gradients.adopt(thing)
-                optimizers.append(thing)
         if self.options.ema is not None:
             context.ema = EMA(models, self.options.ema, source=self.precision.master)
         self._gradients.watch()
