@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.durable_files import name_of, sync, write_data, write_text
+from hpctrain.checkpoint.durable_files import name_of, sync, write_bytes, write_data
 from hpctrain.checkpoint.snapshot import Entry, Piece, Snapshot
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import CheckpointError
@@ -146,7 +146,7 @@ def hand_over(folder: Path, team: Team, snapshot: Snapshot) -> None:
         snapshot.ready()
         table = {**write_part(folder, team.rank, snapshot), "tensors": _shared(snapshot)}
         half = base.with_suffix(".half")
-        write_text(half, json.dumps(table))
+        write_bytes(half, json.dumps(table).encode())
         half.rename(base.with_suffix(".json"))
         sync(folder)
     except (OSError, RuntimeError, MemoryError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "name_of", "sync", "write", "write_data", "write_text"]
+__all__ = ["BLOCK", "name_of", "sync", "write", "write_bytes", "write_data"]
 
 # Bytes of a data file that have a hash of their own, so that a reader can check a part of it.
 BLOCK = 1 << 22
@@ -32,11 +32,8 @@ def write(path: Path, value: Any) -> dict[str, Any]:
     memory = io.BytesIO()
     torch.save(value, memory)
     content = memory.getbuffer()
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_bytes(path, content)
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def name_of(rank: int) -> str:
@@ -73,14 +70,14 @@ def write_data(path: Path, sources: Iterable[Tensor], alignment: int) -> dict[st
     return {"size": size, "blocks": [one.hexdigest() for one in hashes] if size else []}
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text to a new file, and wait for the disk.
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Write a new file, and wait for the disk.
 
     Raises:
         OSError: the file could not be written.
     """
-    with open(path, "x") as file:
-        file.write(text)
+    with open(path, "xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

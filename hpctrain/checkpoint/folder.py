@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.data_files import Team, collect, hand_over, tables, write_part
-from hpctrain.checkpoint.durable_files import name_of, sync, write, write_text
+from hpctrain.checkpoint.durable_files import name_of, sync, write, write_bytes
 from hpctrain.checkpoint.loading import (
     FORMAT,
     MANIFEST,
@@ -148,7 +148,7 @@ class Folder:
             raise CheckpointError(
                 "HT705", f"the manifest of step {step} would be refused: {mistake}"
             )
-        write_text(folder / MANIFEST, text)
+        write_bytes(folder / MANIFEST, text.encode())
         sync(folder)
 
     def _put(self, temporary: Path, final: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from hpctrain import rundir
 from hpctrain.cluster.env_vars import MAIN_ADDRESS
 from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
@@ -91,11 +92,7 @@ class FileStore:
     def write(self, name: str, value: bytes) -> None:
         """Write a temporary file and rename it, so that no rank reads an incomplete value."""
         self._made = not self._folder.exists()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(name)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(value)
-        temporary.replace(path)
+        rundir.replace(self._path(name), value)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of the file, or None if it cannot be read."""
