@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def check_own(loader: Any, options: Options, batches: Batches, parts: int = 1) -> None:
+def check_own(loader: Any, options: Options, batches: Batches, parts: int) -> None:
     """Check the batch size of a DataLoader, before its first batch.
 
     Args:

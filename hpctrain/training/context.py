@@ -14,9 +14,9 @@ from hpctrain.backends.base import Backend
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
 from hpctrain.data import TrainingSampler
-from hpctrain.data.epochs import share
 from hpctrain.data.feed import Placement
 from hpctrain.data.own_loaders import batch_size
+from hpctrain.data.shared import share
 from hpctrain.data.shared_loader import SharedLoader
 from hpctrain.data.shared_order import Sharing
 from hpctrain.data.shared_stream import SharedStream

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hpctrain.data import own_loaders
-from hpctrain.data.epochs import begin_epoch, counts_itself, steps_of_epoch
-from hpctrain.data.loader import weighed
+from hpctrain.data.feed import feed
+from hpctrain.data.loader import Loader, weighed
+from hpctrain.data.sampler import TrainingSampler
 from hpctrain.data.shared_loader import SharedLoader
 from hpctrain.data.shared_stream import SharedStream, end_together
 from hpctrain.errors import UsageError
@@ -41,17 +42,22 @@ def begin(
     for sampler in context.samplers:  # also those of loaders that the script has wrapped
         sampler.epoch, sampler.first = epoch, 0
     inner = own_loaders.without_bar(loader)
-    if counts_itself(inner):
-        length: int | None = steps_of_epoch(inner, context.batches.accumulate)
+    length: int | None
+    if isinstance(inner, range):
+        loader = inner[first:]
+        length = len(inner) // context.batches.accumulate
+    elif isinstance(inner, Loader) and isinstance(inner.sampler, TrainingSampler):
+        inner.sampler.first = first
+        length = inner.sampler.steps
     else:
         shared = _share(loader, inner, context, epoch, first, state)
         length = shared.steps
         loader = shared if inner is loader else loader  # a bar has it inside
     steps = "some" if length is None else length
     meet(context.backend, f"the batches of epoch {epoch + 1}, {steps} steps", events)
-    iterator = begin_epoch(loader, context.placement, first)
     if shared is None:
-        return iterator, length
+        return iter(loader), length
+    iterator = feed(iter(loader), context.placement)
     if shared.unequal:
         iterator = end_together(iterator, context.backend, events)
     return _looked_at(weighed(iterator, events), context, see_samples), length

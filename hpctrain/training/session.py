@@ -19,9 +19,9 @@ from hpctrain import data, errors
 from hpctrain.arguments import Batches, Given, Options, named
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.job import Allocation
-from hpctrain.data.epochs import SHARED
 from hpctrain.data.feed import Placement
 from hpctrain.data.loader import check_arguments
+from hpctrain.data.shared import SHARED
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
