@@ -36,12 +36,12 @@ def held(session: hpctrain.Session, tokens: Tensor) -> dict[str, int]:
     block = sum(parameter.nbytes for parameter in model.layers[0].parameters())
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), 1e-4))
     session.backward(loss_of(model(tokens[:, :-1]), tokens[:, 1:]))
-    own = session.backend.own_part
-    gradients = sum(own(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+    part = session.backend.held
+    gradients = sum(part(p.grad)[0].nbytes for p in model.parameters() if p.grad is not None)
     optimizer.step()
     states = [value for one in optimizer.state.values() for value in one.values()]
     parts = [*model.parameters(), *(one for one in states if isinstance(one, Tensor))]
-    return {"bytes": gradients + sum(own(one).nbytes for one in parts), "block": block}
+    return {"bytes": gradients + sum(part(one)[0].nbytes for one in parts), "block": block}
 
 
 def rank(arguments: argparse.Namespace) -> Any:

@@ -179,12 +179,8 @@ class Backend(ABC):
         """Return all of a weight, gradient or state; called by all ranks."""
         return tensor
 
-    def own_part(self, tensor: Tensor) -> Tensor:
-        """Return the part of a weight, gradient or state that this rank holds."""
-        return tensor
-
     def held(self, tensor: Tensor) -> tuple[Tensor, Extent]:
-        """Return what this rank holds of a weight or state, and which part it is.
+        """Return what this rank holds of a weight, gradient or state, and which part it is.
 
         Called by all ranks, for the same tensors in the same order.
         """

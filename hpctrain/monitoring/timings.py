@@ -206,16 +206,18 @@ class Timings:
             return
         rank, size = self._backend.rank, self._backend.world_size
         waited = self._seconds[LOADING] - self._waited
-        own = [0.0] * (len(_COLUMNS) * size)
-        own[rank] = waited / steps
-        own[size + rank] = self._clock.forward(steps, self._micro_batches)
-        own[2 * size + rank] = _memory()
+        device = self._backend.device
+        on_gpu = device.type == "cuda"
         (busy, begun), self._busy = self._busy, (_processor_seconds(), time.monotonic())
-        own[4 * size + rank] = max(0.0, self._busy[0] - busy) / max(self._busy[1] - begun, 1e-3)
-        own[5 * size + rank] = _NOT_SEEN
-        if self._backend.device.type == "cuda":
-            own[3 * size + rank] = torch.cuda.max_memory_reserved(self._backend.device)
-            own[5 * size + rank] = _gpu_use(self._backend.device)
+        own = [0.0] * (len(_COLUMNS) * size)
+        own[rank::size] = (  # in the order of the columns
+            waited / steps,
+            self._clock.forward(steps, self._micro_batches),
+            _memory(),
+            torch.cuda.max_memory_reserved(device) if on_gpu else 0.0,
+            max(0.0, self._busy[0] - busy) / max(self._busy[1] - begun, 1e-3),
+            _gpu_use(device) if on_gpu else _NOT_SEEN,
+        )
         buckets = Counter(
             math.floor(20 * math.log10(seconds * 1e6))
             for seconds in self._step_seconds

@@ -74,7 +74,7 @@ def refuse_nonfinite(context: Context, step: int) -> None:
     """
     backend = context.backend
     weights = [
-        backend.own_part(parameter.detach())
+        backend.held(parameter.detach())[0]
         for model in context.models
         for parameter in model.parameters()
         if parameter.requires_grad

@@ -83,7 +83,7 @@ def train(
                         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
                     session.step(loss)
                     run.log(loss=loss)
-        parts = [session.backend.own_part(p).numel() / p.numel() for p in model.parameters()]
+        parts = [session.backend.held(p)[0].numel() / p.numel() for p in model.parameters()]
         rows = run.directory.rows() if session.is_main else []
         return rows, max(parts), len(model.state_dict())
 
@@ -235,7 +235,7 @@ def train_images(folder):
         backend="fsdp", precision="bf16", batch_size=4, max_steps=8, log_every=1, run_dir=folder
     ) as session:
         losses, model = battery.train(session, 8)
-        kinds = {session.backend.own_part(p).dtype for p in model.parameters()}
+        kinds = {session.backend.held(p)[0].dtype for p in model.parameters()}
         assert kinds == {torch.float32}
         return losses
 

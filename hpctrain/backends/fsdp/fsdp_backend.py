@@ -183,10 +183,6 @@ class FSDP(ProcessGroup):
         """Gather the parts of a tensor; called by all ranks."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def own_part(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor that this rank holds."""
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
     def held(self, tensor: Tensor) -> tuple[Tensor, Extent]:
         """Return this rank's rows of a tensor; all of one that is divided otherwise."""
         if not isinstance(tensor, DTensor):
