@@ -161,7 +161,9 @@ class CheckpointManager:
             own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
             facts = {**self._facts, **own}
             if self._memory is not None:
-                self._save_to_memory(position.step, state, facts)
+                own_part = held(context, state)[0] if context.backend.sharded else state
+                copy = partial(self._memory.save, position.step, own_part, facts)
+                on_all_ranks(context.backend, copy)
             if to_disk:
                 parts, extents = held(context, state)
                 prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
@@ -184,18 +186,6 @@ class CheckpointManager:
         self._writer.settle()
         self._context.backend.barrier()
         self._writer.all_written()
-
-    def _save_to_memory(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
-        """Let the first rank of each host copy the whole state, or each rank what it holds."""
-        context, memory = self._context, self._memory
-        if context.backend.sharded:
-            state, _ = held(context, state)
-
-        def save() -> None:
-            if memory is not None and memory.writes:
-                memory.save(step, state, facts)
-
-        on_all_ranks(context.backend, save)
 
     def close(self, done: bool) -> None:
         """Complete the writes that are under way, and end the writers.

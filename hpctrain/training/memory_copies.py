@@ -37,9 +37,6 @@ class MemoryCopies:
         context: context of the training.
         directory: run directory.
         env: environment variables, for $HPCTRAIN_MEMORY, $HPCTRAIN_START and $HPCTRAIN_EVIDENCE.
-
-    Attributes:
-        writes: whether this rank writes copies: those of its host, or of its part of the state.
     """
 
     def __init__(self, context: Context, directory: RunDirectory, env: Mapping[str, str]) -> None:
@@ -58,7 +55,8 @@ class MemoryCopies:
         self._place = RunDirectory(shared_memory.place_in(self._folder, whose, directory.path))
         self._launch, _, attempt = env.get(env_vars.START, "").partition("/")
         self._attempt = int(attempt or 0)
-        self.writes = world.local_rank == 0 or self._divided
+        # Whether this rank writes copies: those of its host, or of its part of the state.
+        self._writes = world.local_rank == 0 or self._divided
         self._writer: Writer | None = None
         self._step = 0  # step of the copy that is being written
         self._full = False  # whether a copy could not be written
@@ -115,12 +113,12 @@ class MemoryCopies:
     def keep_only(self, step: int | None) -> None:
         """Remove the copies of other steps than that at which this start goes on."""
         self._loaded = None
-        for number, folder in places(self._place).items() if self.writes else ():
+        for number, folder in places(self._place).items() if self._writes else ():
             if number != step:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Copy the state; a thread writes it to the memory of this host.
+        """Copy the state if this rank writes copies; a thread writes it to the host's memory.
 
         A failure is logged, and `full` returns it.
 
@@ -130,7 +128,7 @@ class MemoryCopies:
         Raises:
             UsageError: the state contains values that cannot be loaded again.
         """
-        if self._full:
+        if self._full or not self._writes:
             return
         try:
             if self._writer is None:
@@ -164,7 +162,7 @@ class MemoryCopies:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if remove and self.writes:
+        if remove and self._writes:
             shared_memory.remove(self._place.path)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()  # other hosts or runs may be in it
@@ -228,6 +226,6 @@ class MemoryCopies:
                 if part == self._part and not other_course:
                     return step, opened.read()
             except CheckpointError as error:
-                if self.writes:
+                if self._writes:
                     logger.warning("%s; the next best copy of the state is used", error.found)
         return None
