@@ -18,6 +18,7 @@ __all__ = ["Buffers"]
 
 # Share of the available memory that a copy may use: training continues to allocate memory.
 _SHARE = 0.9
+_TOLD = 100_000_000  # bytes from which on the memory is worth a line in the log
 _CHUNK = 4 << 20  # bytes that a thread copies at a time
 _MOST_THREADS = 4  # more than the memory of a host serves
 
@@ -87,8 +88,8 @@ class Buffers:
             self._refuse(first_line(error))
             return None
         self._buffers = list(zip(sizes, taken, strict=True))
-        if more:
-            total = sum(_buffer_bytes(*size) for size in sizes)
+        total = sum(_buffer_bytes(*size) for size in sizes)
+        if more and (total >= _TOLD or self._last_kind):
             self._log(
                 f"{_mb(total)} of memory hold copies of the state, which a thread writes in the "
                 "background"

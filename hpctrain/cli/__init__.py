@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import io
+import re
 import sys
 from collections.abc import Container, Sequence
 from typing import NoReturn
@@ -40,6 +41,8 @@ COMMANDS = {
     "completion": "print the script with which bash, zsh or fish completes this command line",
 }
 
+_NO_COMMAND = re.compile("argument COMMAND: invalid choice: '([^']*)'")
+
 # What `hpctrain` alone prints.
 _FIRST = """\
 usage: hpctrain COMMAND …; the first ones to know:
@@ -59,8 +62,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        from hpctrain.cluster.texts import option_meant  # seldom needed
+        from hpctrain.cluster.texts import nearest, option_meant  # seldom needed
 
+        if wrong := _NO_COMMAND.match(message):
+            meant = nearest(wrong[1], COMMANDS)
+            super().error(
+                f"no command {wrong[1]!r}"
+                + (f"; did you mean {meant}?" if meant else "; hpctrain --help lists all commands")
+            )
         options = [
             option
             for parser in self._known()

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+from pathlib import Path
 
 from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import INTERRUPTED, note
@@ -13,6 +14,7 @@ from hpctrain.errors import UsageError, exit_codes
 from hpctrain.jobs import job_status, job_tables
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.waiting import Log, Stream, wait, worst
+from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
 
@@ -24,8 +26,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
         "Writes the log of a job to standard output, of all its starts. Each line of a job with "
-        "several ranks begins with its rank. With --follow, waits for more until the job has "
-        "ended, also through requeues, and returns its exit code; Ctrl-C does not end the job."
+        "several ranks begins with its rank. Of a run without a job, writes the log of rank 0. "
+        "With --follow, waits for more until the job has ended, also through requeues, and returns "
+        "its exit code; Ctrl-C does not end the job."
     )
     parser.add_argument("name", **RUN)
     parser.add_argument(
@@ -73,13 +76,17 @@ class _OneRank:
 def _main(arguments: argparse.Namespace) -> int:
     status = _found(arguments.name)
     rank = _rank(arguments.rank, status) if arguments.rank is not None else None
+    path, in_job = status.log, True
+    if path is None and not status.label and status.run_dir is not None:
+        path, in_job = RunDirectory(status.run_dir).log(int(rank or 0)), False
     sys.stdout.flush()
-    out = sys.stdout.buffer if rank is None else _OneRank(rank, sys.stdout.buffer)
+    one = rank is not None and in_job
+    out = _OneRank(str(rank), sys.stdout.buffer) if one else sys.stdout.buffer
     code = exit_codes.DONE
     if arguments.follow and status.queued is not None and status.queued.active:
         code = _follow(status.queued, out)
     else:
-        _copy(status, out)
+        _copy(status, path, out)
     if isinstance(out, _OneRank):
         out.close()
     out.flush()
@@ -139,13 +146,12 @@ def _follow(job: slurm.QueuedJob, out: Stream) -> int:
     return code
 
 
-def _copy(status: JobStatus, out: Stream) -> None:
+def _copy(status: JobStatus, path: Path | None, out: Stream) -> None:
     """Write the log as it is.
 
     Raises:
         UsageError: there is no log, or it cannot be read.
     """
-    path = status.log
     try:
         if path is None:
             raise FileNotFoundError("its name is unknown")

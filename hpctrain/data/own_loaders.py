@@ -62,7 +62,9 @@ def check_own(loader: Any, options: Options, batches: Batches, parts: int) -> No
             f"{batches.batch_size}",
             "the same in both: learning rate and speed follow from it",
             "DataLoader(dataset, session.batches.batch_size, …)",
-            f"--batch-size {size}",
+            "session.prepare(…, loader, split_batches=True), as the loader has whole steps"
+            if size == batches.global_batch
+            else f"--batch-size {size}",
         )
 
 

@@ -163,9 +163,8 @@ class SharedStream:
         if here and sharing.world_size > 1 and not self._told:
             self._told = True
             logger.info(
-                "all ranks begin with the same batch: each one reads all, and keeps every %d. "
-                "batch; it is faster to read every %d. one only, from session.world.rank on",
-                sharing.world_size,
+                "all ranks begin with the same batch: each rank reads all batches, and keeps one of "
+                "%d; it is faster if the data set yields only the samples of its rank",
                 sharing.world_size,
             )
         # The length of an IterableDataset is an estimate: nobody checks it.

@@ -148,11 +148,11 @@ class Session(Collectives):
         random_states.seed(options.seed, self.device, options.seed_everything)
         world = self.world
         logger.info(
-            "%d rank%s on %s by %s, %s over %s, %s, %s",
+            "%d rank%s on %s%s, %s over %s, %s, %s",
             world.world_size,
             "s" if world.world_size > 1 else "",
             ", ".join(world.hosts or ()),
-            world.launcher,
+            f" by {world.launcher}" if world.launcher != "none" else "",
             self.backend.name,
             self.backend.transport if world.world_size > 1 else self.device,
             self.precision.name,

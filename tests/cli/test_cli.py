@@ -353,3 +353,17 @@ def test_unknown_submit_option_suggests_the_right_one(words, hint, capsys):
         code = error.code
     assert code == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rum", "no command 'rum'; did you mean run?"),
+        ("train.py", "no command 'train.py'; hpctrain --help lists all commands"),
+    ],
+)
+def test_unknown_command_suggests_the_right_one(word, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([word])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -165,6 +165,12 @@ def test_batch_size_of_the_loader_that_contradicts_the_session_is_refused(option
     assert caught.value.code == "HT509"
 
 
+def test_loader_of_whole_steps_that_contradicts_the_session_is_told_to_be_split():
+    with pytest.raises(UsageError, match=r"batches of 4, but .* micro-batches of 2") as caught:
+        train("in order", batch_size=2, global_batch=4)
+    assert "split_batches=True" in caught.value.fixes[1]
+
+
 def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
     args = hpctrain.options().parse_args([])
     assert args.batch_size is None

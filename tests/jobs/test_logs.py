@@ -64,6 +64,19 @@ def test_lines_of_the_rank_that_has_failed(fake, capfdbinary):
     assert "--rank -1" in logs(capfdbinary, "70", "--rank=-1", code=2)[1]
 
 
+def test_log_of_a_run_without_a_job(fake, capfdbinary):
+    fake.jobs()
+    folder = Path("runs/first/logs")
+    folder.mkdir(parents=True)
+    Path("runs/first/run.json").write_text("{}")
+    for rank in range(2):
+        (folder / f"rank-{rank}.log").write_text(f"line of rank {rank}\n")
+    for name in ("first", "runs/first"):
+        assert logs(capfdbinary, name) == (b"line of rank 0\n", "")
+    assert logs(capfdbinary, "first", "--rank", "1")[0] == b"line of rank 1\n"
+    assert "No such file" in logs(capfdbinary, "first", "--rank", "2", code=2)[1]
+
+
 def test_log_that_is_not_there_is_told(fake, capfdbinary):
     fake.jobs(
         job("70", State="PENDING", NodeList="", WorkDir=os.getcwd()),
