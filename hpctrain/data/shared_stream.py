@@ -154,19 +154,29 @@ class SharedStream:
         if _TWICE in fingerprints:
             _refuse_workers(self.source, fingerprints.index(_TWICE))
         here = compares and (len(texts) == 1 or not split_themselves(fingerprints))
+        if compares and len(texts) > 1:
+            self._tell(here)
         self._count(lengths, here)
         return chain(head, batches), here
+
+    def _tell(self, here: bool) -> None:
+        """Log once whether the batches are split here, which the first ones have shown."""
+        if self._told:
+            return
+        self._told = True
+        logger.info(
+            "all ranks begin with the same batch: each rank reads all batches, and keeps one of "
+            "%d; it is faster if the data set yields only the samples of its rank"
+            if here
+            else "the ranks begin with different batches: each rank keeps all of its own, as the "
+            "data set seems to split itself; if it only shuffles without a common seed, each "
+            "sample is used %d times",
+            self._sharing.world_size,
+        )
 
     def _count(self, lengths: tuple[str, ...], here: bool) -> None:
         """Set the number of steps, from the number of batches on each rank."""
         sharing, known = self._sharing, "" not in lengths
-        if here and sharing.world_size > 1 and not self._told:
-            self._told = True
-            logger.info(
-                "all ranks begin with the same batch: each rank reads all batches, and keeps one of "
-                "%d; it is faster if the data set yields only the samples of its rank",
-                sharing.world_size,
-            )
         # The length of an IterableDataset is an estimate: nobody checks it.
         certain = known and not self._streams
         self.unequal = len(lengths) > 1 and not (certain and len(set(lengths)) == 1)

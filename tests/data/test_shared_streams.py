@@ -205,6 +205,7 @@ def test_stream_that_splits_itself_is_left_alone(backend):
     assert len({len(seen) for seen, *_ in results}) == 1
     used = [row[0] for seen, *_ in results for rows, *_ in seen for row in rows]
     assert len(used) == len(set(used)) >= 36
+    assert told("the ranks begin with different batches")[0] == 1
 
 
 def test_ranks_with_unequal_streams_end_together_and_the_first_to_end_is_named(backend):
