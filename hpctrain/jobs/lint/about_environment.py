@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from hpctrain.jobs.lint.directives import cut_export
 from hpctrain.jobs.lint.lint_finding import Found, shown
 from hpctrain.jobs.lint.linted_script import OF_A_TASK, LintedScript
 from hpctrain.jobs.lint.shell import plain
@@ -77,6 +78,11 @@ def _environment(script: LintedScript) -> Iterator[Found]:
     if not exclusive:
         yield from _fixed_ports(script)
     # sbatch(1): --export=NONE is for the steps too, until SLURM_EXPORT_ENV is not there.
+    # What a variable contains is unknown.
+    for step in script.steps:
+        value = step.options.get("export", "")
+        if "$" not in value and (cut := cut_export(value)):
+            yield step.line, "export-cut", *cut
     if script.value("export").upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
         for step in script.steps:
             if step.by and "export" not in step.options:

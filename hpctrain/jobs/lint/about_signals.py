@@ -39,7 +39,8 @@ def _signals(script: LintedScript) -> Iterator[Found]:
     trap = line if body not in ("", "-") else 0
     # A script that is sourced may set traps, and a program in another language handlers.
     sources = any(
-        one.argv[0] in (".", "source") and (len(one.argv) > 2 or one.argv[-1].endswith(".sh"))
+        one.sources_with_arguments
+        or (one.argv[0] in (".", "source") and one.argv[-1].endswith(".sh"))
         for one in script.launches
     )
     if trap and not to_shell:

@@ -18,7 +18,7 @@ from hpctrain.jobs.lint.lint_finding import Found, shown
 from hpctrain.jobs.lint.sbatch_options import SHORT, SRUN_ONLY, VALUED, long_names, similar
 from hpctrain.jobs.units import slurm_seconds
 
-__all__ = ["SIGNALS", "Directives", "Option", "signal_request"]
+__all__ = ["SIGNALS", "Directives", "Option", "cut_export", "signal_request"]
 
 #: Names of signals by number, and EXIT, as for `trap`.
 SIGNALS = {"0": "EXIT"} | {str(one.value): one.name[3:] for one in signal.Signals}
@@ -157,10 +157,8 @@ class Directives:
         if small and 0 < int(value) < _LEAST_MEGABYTES:
             reason = f"--mem={value} is {value} megabytes, for all tasks of a node"
             self._report("memory-in-megabytes", reason, f"type --mem={value}G")
-        cut = [one for one in value.split(",") if name == "export" and not _EXPORTED.match(one)]
-        if cut:
-            reason = f"--export is cut at commas: {shown(cut[0])} is read as a variable's name"
-            self._report("export-cut", reason, "export it in the script: export NAME='a,b'")
+        if name == "export" and (cut := cut_export(value)):
+            self._report("export-cut", *cut)
 
     def missing_log_folders(self, above: Path) -> Iterator[Found]:
         """Yield missing log folders: Slurm creates none, and the job fails before its first line.
@@ -180,6 +178,15 @@ class Directives:
                 if slash and not re.match("[/~$]", folder or "/"):
                     reason = f"Slurm makes no folder {shown(folder)}: the job fails without a log"
                     yield options[name].line, "log-folder-missing", reason, fix
+
+
+def cut_export(value: str) -> tuple[str, str] | None:
+    """Return the reason and the fix if a value of --export has a comma in a variable's value."""
+    cut = [one for one in value.split(",") if not _EXPORTED.match(one)]
+    if not cut:
+        return None
+    reason = f"--export is cut at commas: {shown(cut[0])} is read as a variable's name"
+    return reason, "export it in the script: export NAME='a,b'"
 
 
 def signal_request(text: str) -> tuple[bool, str, int] | None:

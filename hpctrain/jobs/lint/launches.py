@@ -82,6 +82,15 @@ class Launch:
         self.kind = _kind(plain(" ".join(_unwrapped(program))))
         self.trains = self.kind in ("python", "agent", "run")
 
+    @property
+    def sources_with_arguments(self) -> bool:
+        """Whether it sources a script with arguments, which may be a command.
+
+        conda's `source activate NAME` has the name of an environment.
+        """
+        sources = self.argv[0] in (".", "source") and len(self.argv) > 2
+        return sources and os.path.basename(self.argv[1]) != "activate"
+
 
 def _kind(text: str) -> str:
     around = os.path.basename(text.partition(" ")[0]) in _AROUND

@@ -95,9 +95,7 @@ class LintedScript:
     def opaque(self) -> bool:
         """Whether commands are hidden in variables, in other scripts or in their functions."""
         return any(
-            one.kind == "unknown"
-            or one.argv[0].endswith(".sh")
-            or (one.argv[0] in (".", "source") and len(one.argv) > 2)
+            one.kind == "unknown" or one.argv[0].endswith(".sh") or one.sources_with_arguments
             for one in self.launches
         )
 
