@@ -89,8 +89,8 @@ def _main(arguments: argparse.Namespace) -> int:
     _write({script: text, batch: render(job)})
     cd = "" if arguments.folder == "." else f"cd {shlex.quote(arguments.folder)}; "
     sys.stdout.write(
-        f"{script}: try it here    {cd}python {script.name} --max-steps 100\n"
-        f"{batch}: submit it    {cd}sbatch {batch.name}\n"
+        f"{script} is written; try it here:  {cd}python {script.name} --max-steps 100\n"
+        f"{batch} is written; submit it:  {cd}sbatch {batch.name}\n"
     )
     return 0
 

@@ -144,6 +144,8 @@ def named(
     except UsageError:
         if ended := slurm.ended(name, env):
             return [JobStatus(job.label, ended=job) for job in ended]
+        if log_names.of_forgotten(name):  # it failed before its run began
+            return [JobStatus(name, forgotten=True)]
         raise
     if found.jobs or found.run_dir is None:
         return [of_queued(job, env) for job in found.jobs]

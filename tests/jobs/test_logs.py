@@ -64,6 +64,15 @@ def test_lines_of_the_rank_that_has_failed(fake, capfdbinary):
     assert "--rank -1" in logs(capfdbinary, "70", "--rank=-1", code=2)[1]
 
 
+def test_log_of_a_forgotten_job_that_failed_before_its_run_began(fake, capfdbinary):
+    fake.jobs()
+    Path("runs/train-70.log").write_bytes(LOG)
+    assert logs(capfdbinary, "70") == (LOG, "")
+    assert cli.main(["status", "70"]) == 0
+    assert "runs/train-70.log" in capfdbinary.readouterr()[0].decode()
+    assert "neither a job nor a run" in logs(capfdbinary, "71", code=2)[1]
+
+
 def test_log_of_a_run_without_a_job(fake, capfdbinary):
     fake.jobs()
     folder = Path("runs/first/logs")
