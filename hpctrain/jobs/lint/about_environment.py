@@ -80,8 +80,8 @@ def _environment(script: LintedScript) -> Iterator[Found]:
     # sbatch(1): --export=NONE is for the steps too, until SLURM_EXPORT_ENV is not there.
     # What a variable contains is unknown.
     for step in script.steps:
-        value = step.options.get("export", "")
-        if "$" not in value and (cut := cut_export(value)):
+        given = step.options.get("export", "")
+        if "$" not in given and (cut := cut_export(given)):
             yield step.line, "export-cut", *cut
     if script.value("export").upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
         for step in script.steps:
