@@ -77,12 +77,12 @@ def _environment(script: LintedScript) -> Iterator[Found]:
         yield value.line, "manual-gpus", reason, "leave it out"
     if not exclusive:
         yield from _fixed_ports(script)
-    # sbatch(1): --export=NONE is for the steps too, until SLURM_EXPORT_ENV is not there.
     # What a variable contains is unknown.
     for step in script.steps:
         given = step.options.get("export", "")
         if "$" not in given and (cut := cut_export(given)):
             yield step.line, "export-cut", *cut
+    # sbatch(1): --export=NONE is for the steps too, until SLURM_EXPORT_ENV is not there.
     if script.value("export").upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
         for step in script.steps:
             if step.by and "export" not in step.options:
