@@ -1,6 +1,7 @@
-"""Curves of a run in progress: one figure, redrawn in place."""
+"""Curves of a run in progress, redrawn in place, and of several runs in one figure."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from hpctrain.monitoring import drawing
 
-__all__ = ["follow", "png"]
+__all__ = ["compare", "follow", "png"]
 
 _SECONDS = 2.0
 _MOST_PANELS = 6
@@ -32,6 +33,24 @@ def png(rows: Rows, title: str) -> bytes:
     series, _ = curves.collect(rows)
     run = curves.History(title, series, [])
     return figures.png(curves.panels([run])[:_MOST_PANELS], title)
+
+
+def compare(paths: Sequence[str | os.PathLike[str]]) -> bytes:
+    """Return a figure of runs as a PNG; see `hpctrain.jobs.curves`.
+
+    Args:
+        paths: run directories.
+
+    Raises:
+        UsageError: matplotlib is not installed, or there is no run in a path.
+    """
+    drawing.need("notebook", "matplotlib.figure")
+    from hpctrain.monitoring import curves, figures
+    from hpctrain.monitoring.report import run_reader
+
+    runs = run_reader.read([os.fspath(path) for path in paths])
+    title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].label
+    return figures.png(curves.panels(runs)[:_MOST_PANELS], title)
 
 
 def follow(

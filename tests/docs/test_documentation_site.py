@@ -48,6 +48,9 @@ def test_site_has_every_page_of_docs_once():
 
 def test_site_describes_what_docs_and_examples_import():
     sources = [path.read_text() for path in (TOP / "examples").glob("*.py")]
+    for path in (TOP / "examples").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        sources += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     for page in (*(TOP / "docs").glob("*.md"), TOP / "README.md"):
         sources += [block for block in PYTHON.findall(page.read_text()) if "import" in block]
     names = {name for source in sources for name in imported(source)}

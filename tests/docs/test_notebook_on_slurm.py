@@ -1,41 +1,40 @@
-"""examples/notebook.ipynb, executed unchanged on a host of a real Slurm."""
+"""The notebooks of examples/, executed unchanged on a host of a real Slurm."""
 
 import json
 
-import launches
+import notebooks
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-NOTEBOOK = launches.TOP / "examples" / "notebook.ipynb"
-EXECUTE = """
-import sys
-import nbclient, nbformat
-notebook = nbformat.read(sys.argv[1], 4)
-nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-nbformat.write(notebook, "done.ipynb")
-"""
+
+@pytest.fixture
+def execute(cluster, tmp_path):
+    """Return a function that executes a notebook, and returns the outputs of its cells."""
+
+    def run(name):
+        env = {**cluster.environ(), **notebooks.environ(tmp_path)}
+        done = cluster.run(notebooks.command(name), cwd=tmp_path, env=env, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return notebooks.outputs(tmp_path)
+
+    return run
 
 
-def test_notebook_submits_and_trains_on_slurm(cluster, tmp_path):
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
-    done = cluster.run(
-        [launches.PYTHON, "-c", EXECUTE, NOTEBOOK],
-        cwd=tmp_path,
-        env={**cluster.environ(), "IPYTHONDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
-    outputs = [cell["outputs"] for cell in cells if cell.get("outputs")]
-    job, (figure,), accuracy, log, row = outputs
-    assert "Job(id='" in "".join(job[0]["data"]["text/plain"])
-    assert figure["data"]["image/png"]  # one figure, which is drawn again in its place
-    assert "of the test images are right" in "".join(accuracy[0]["text"])
-    assert float("".join(accuracy[0]["text"]).partition("%")[0]) > 80
-    assert "top-1 " in "".join(log[0]["text"])  # the end of the log
-    assert "'top1'" in "".join(row[0]["data"]["text/plain"])
+def test_notebook_submits_and_trains_on_slurm(execute, tmp_path):
+    (samples,), job, (figure,), accuracy, (confusion,), log, row = execute("notebook")
+    assert "Job(id='" in notebooks.text(job[0])
+    # One figure, which is drawn again in its place.
+    assert all(one["data"]["image/png"] for one in (samples, figure, confusion))
+    assert "of 360 test images are right" in notebooks.text(accuracy[0])
+    assert float(notebooks.text(accuracy[0]).partition("%")[0]) > 80
+    assert "top-1 " in notebooks.text(log[0])  # the end of the log
+    assert "'top1'" in notebooks.text(row[0])
     (run,) = (tmp_path / "runs").glob("train-*")
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
     assert json.loads((run / "run.json").read_text())["world"]["num_nodes"] == 2
+
+
+def test_sweep_submits_a_job_for_each_setting(execute, tmp_path):
+    execute("sweep")
+    notebooks.check_sweep(tmp_path, "slurm")

@@ -1,12 +1,14 @@
 """The curves of a run: metrics in one plot, long runs, and metric names with any text."""
 
+import json
 import sys
 
 import pytest
 
+from hpctrain import jobs
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_curves
-from hpctrain.monitoring import curves
+from hpctrain.monitoring import curves, figures
 
 ROWS = [
     {"step": 10, "epoch": 0, "time": 1.0, "loss": 2.0, "lr": 0.1, "samples_per_second": 5},
@@ -68,3 +70,21 @@ def test_curves_without_matplotlib_name_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[notebook\]'"):
         job_curves.png(ROWS, "train-7")
+
+
+def test_curves_of_several_runs_have_a_panel_for_each_metric(tmp_path, monkeypatch):
+    drawn = []
+    png = figures.png
+    monkeypatch.setattr(figures, "png", lambda *args: drawn.append(args) or png(*args))
+    runs = [tmp_path / "lr-0.1", tmp_path / "lr-0.2"]
+    for run in runs:
+        run.mkdir()
+        (run / "run.json").write_text("{}")
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert jobs.curves(*runs).startswith(PNG)
+    ((panels, title),) = drawn
+    assert [panel.name for panel in panels][:3] == ["loss", "eval_loss", "top1"]
+    assert [curve.label for curve in panels[2].curves] == ["lr-0.1", "lr-0.2"]
+    assert title == "2 runs"
+    with pytest.raises(UsageError, match="HT655"):
+        jobs.curves(runs[0], tmp_path)
