@@ -25,7 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "bash: hpctrain completion bash >~/.local/share/bash-completion/completions/hpctrain, or "
         'eval "$(hpctrain completion bash)" in ~/.bashrc. '
         "zsh: hpctrain completion zsh >_hpctrain, in a folder of $fpath. "
-        "fish: hpctrain completion fish >~/.config/fish/completions/hpctrain.fish"
+        "fish: hpctrain completion fish >~/.config/fish/completions/hpctrain.fish. "
+        "The folders have to exist."
     )
     parser.add_argument("shell", choices=_SHELLS, help="shell that completes")
     parser.set_defaults(command=_main)
