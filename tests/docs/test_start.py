@@ -2,9 +2,9 @@
 
 import json
 import os
-import re
 
 import launches
+import pages
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -15,9 +15,8 @@ PATH = f"{launches.BIN}:{os.environ['PATH']}"
 
 
 def commands(text):
-    """Return the lines of the blocks, without those that install, and comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    """Return the lines of the blocks, without those that install."""
+    lines = [line for block in pages.blocks_in(text, "bash") for line in pages.commands(block)]
     return [line for line in lines if line.startswith("hpctrain ")]
 
 

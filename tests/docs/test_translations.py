@@ -3,6 +3,7 @@
 import re
 
 import launches
+import pages
 import pytest
 import readme
 
@@ -17,12 +18,6 @@ def levels(text):
     """Return the levels of the headings, in their order."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
-
-
-def blocks(text):
-    """Return the lines of all code blocks of bash, without comments."""
-    found = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    return [line.partition(" # ")[0].strip() for line in found.splitlines()]
 
 
 def typed(text):
@@ -43,7 +38,7 @@ def typed(text):
 def test_translated_page_has_the_sections_and_commands_of_the_english_one(page):
     english, translated = ((launches.TOP / name).read_text() for name in (page, PAGES[page]))
     assert levels(translated) == levels(english)
-    assert blocks(translated) == blocks(english)
+    assert pages.commands_of(PAGES[page]) == pages.commands_of(page)
     assert typed(translated) == typed(english)
 
 

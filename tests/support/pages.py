@@ -27,9 +27,13 @@ def text(page):
 
 def blocks(page, *languages):
     """Return the code blocks of a page in these languages, in their order."""
+    return blocks_in(text(page), *languages)
+
+
+def blocks_in(text, *languages):
     return [
         Block(language, re.sub(f"^{indent}", "", code, flags=re.MULTILINE))
-        for indent, language, code in _BLOCK.findall(text(page))
+        for indent, language, code in _BLOCK.findall(text)
         if language in languages
     ]
 
