@@ -28,7 +28,7 @@ BY_DEFAULT = {f"docs/{name}.md" for name in ("errors", "hangs", "install-cluster
 BEFORE = {
     "docs/fsdp.md": (
         "hpctrain run train.py --run-dir runs/before",
-        "mkdir weights && hpctrain export runs/before weights/model.safetensors",
+        "hpctrain export runs/before weights",
     ),
     "docs/imagenet.md": ("python train.py --run-dir runs/imagenet-4711",),
     "docs/report.md": tuple(
