@@ -77,6 +77,7 @@ def test_batch_scripts_of_the_guides_train(script, cluster, checkout):
     (checkout / "script.sh").write_text(sized(script))
     job, code = cluster.batch(
         ["--job-name=train", "--output=out", "script.sh"],
+        seconds=600,
         cwd=checkout,
         env=launches.on_cluster(cluster),
     )
