@@ -5,8 +5,14 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 __all__ = [
-    *("first_line", "listed", "nearest", "option_meant", "printable", "ranks_text"),
-    *("shortened", "user_name"),
+    "first_line",
+    "listed",
+    "nearest",
+    "option_meant",
+    "printable",
+    "ranks_text",
+    "shortened",
+    "user_name",
 ]
 
 _MOST_WORDS = 8

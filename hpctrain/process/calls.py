@@ -1,8 +1,11 @@
 """Calls of a function that one process packs, and another one makes."""
 
+import importlib
+import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from hpctrain.errors import UsageError
@@ -44,8 +47,17 @@ def pickled(value: Any, code: str, found: str, expected: str, fix: str) -> bytes
     """
     import cloudpickle  # type: ignore[import-untyped]
 
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        """A pickler that also sends modules of own classes by their names, as torch.classes."""
+
+        def reducer_override(self, one: Any) -> Any:
+            if isinstance(one, ModuleType) and type(one) is not ModuleType:
+                return importlib.import_module, (one.__name__,)
+            return super().reducer_override(one)
+
     try:
-        return bytes(cloudpickle.dumps(value))
+        Pickler(data := io.BytesIO()).dump(value)
+        return data.getvalue()
     except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
         reason = f"{found}: {type(error).__name__}: {error}"
         raise UsageError(code, reason, expected, fix) from None
