@@ -107,8 +107,8 @@ def test_commands_of_a_guide_work_on_slurm(page, cluster, checkout):
         if "4711" in command and not job:
             job, _ = cluster.batch(["train.sh"], seconds=600, cwd=checkout, env=env)
         line = sized(guides.small(command)).replace("4711", job)
-        # Other tests run the scripts of sbatch/.
-        line = re.sub(r"^sbatch (.*sbatch/)", r"sbatch --test-only \1", line)
+        # Other tests run the scripts of sbatch/. The hosts have eight cores.
+        line = re.sub(r"^sbatch (.*sbatch/)", r"sbatch --test-only --cpus-per-task=2 \1", line)
         done = cluster.run(["bash", "-c", line], cwd=checkout, env=env, timeout=600)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         if submitted := re.match(r"(?:Submitted batch job )?(\d+)$", done.stdout):

@@ -50,6 +50,7 @@ _ON_SLURM = re.compile(
 # Sizes that the pages leave open, put after what a command begins with or has.
 SMALLER = {
     "bench": "--seconds 1",
+    "input": "--batch-size 4",
     "examples/imagenet.py": "--model resnet18 --train-crop 32 --val-crop 32 --val-resize 36 "
     "--batch-size 4 --max-steps 2 --workers 0 --lr-warmup-epochs 0",
     "examples/photographs.py": "--train 3 --val 2 --classes 3",
@@ -64,7 +65,7 @@ import hpctrain
 
 args = hpctrain.options(recipe=True).parse_args()
 with hpctrain.Session(args) as session:
-    samples = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    samples = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     loader = session.loader(torch.utils.data.TensorDataset(samples, samples.sum(1, keepdim=True)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
