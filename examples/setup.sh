@@ -1,7 +1,11 @@
-# Sourced by examples/quickstart.sh and tests/run.sh: makes the virtual environment .venv at the
-# top of the repository and installs hpctrain and what it needs into it. A second call is quick.
+# Sourced by examples/quickstart.sh and tests/run.sh: makes a virtual environment at the top of the
+# repository and installs hpctrain and what it needs into it. A second call is quick.
 #
-#     set_up EXTRAS        EXTRAS: "" or a list of extras of setup.cfg such as "test,vision"
+#     set_up EXTRAS [REQUIREMENT...]
+#         EXTRAS         "" or a list of extras of setup.cfg such as "test,vision"
+#         REQUIREMENT    what pip has to install as well, such as "torch==2.10.*"
+
+venv=.venv # its name
 
 print_line() { printf '%s\n' "== $*"; }
 
@@ -42,21 +46,23 @@ make_venv() {
             fail "$python cannot make virtual environments (it has no ensurepip)
   fix:      sudo apt-get install python3-venv"
     fi
-    print_line "making .venv with $python ($("$python" --version))"
-    rm -rf .venv
-    "$python" -m venv .venv || fail "$python -m venv .venv failed; see the lines above"
+    print_line "making $venv with $python ($("$python" --version))"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$python -m venv $venv failed; see the lines above"
 }
 
 set_up() {
-    local extras=$1 wanted stamp=.venv/.installed
+    local extras=$1 wanted stamp=$venv/.installed
+    shift
     # Two calls at once would install into each other's half-made environment.
     exec 9>.venv.lock
     flock 9
-    .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
-    wanted="$extras $(cat setup.cfg setup.py | sha256sum)"
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+    wanted="$extras $* $(cat setup.cfg setup.py | sha256sum)"
     if ! grep -qxF "$wanted" "$stamp" 2>/dev/null; then
-        print_line "installing hpctrain${extras:+[$extras]} into .venv (with torch: some minutes, some GB)"
-        .venv/bin/python -m pip install --disable-pip-version-check -q -e ".${extras:+[$extras]}" ||
+        print_line "installing hpctrain${extras:+[$extras]} into $venv (with torch: some minutes, some GB)"
+        "$venv/bin/python" -m pip install --disable-pip-version-check -q -e ".${extras:+[$extras]}" \
+            "$@" ||
             fail "pip failed; see the lines above, then run this script again"
         printf '%s\n' "$wanted" >>"$stamp"
     fi

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Sets up everything that the tests need, and passes them.
 #
-#     bash tests/run.sh [--all | --gpu [--save DIR] | --planted] [--slurm VERSION] [--strict]
-#                       [--python PROGRAM] [options of pytest, such as -n 0 -k resume]
+#     bash tests/run.sh [--all | --gpu [--save DIR] | --planted] [--slurm VERSION] [--torch X.Y]
+#                       [--strict] [--python PROGRAM] [options of pytest, such as -n 0 -k resume]
 #
 #     (nothing)         what a change is likely to break: at most 8 minutes on two cores
 #     --all             every test that needs no GPU
@@ -10,6 +10,8 @@
 #                       --save keeps the results of the tests and the figures in a folder
 #     --planted         plants each known bug in a copy and prints which test finds it
 #     --slurm VERSION   the tests on a real Slurm alone, of this version: 24.11 or newest
+#     --torch X.Y       the tests that need torch, without Slurm and Horovod, with the newest patch of
+#                       this release of torch, in an environment of its own: .venv-torch-X.Y
 #     --strict          a part of the machine that is missing is a failure; on where $CI is set
 #     --python PROGRAM  use this interpreter and what it has, and set nothing up
 #
@@ -23,12 +25,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Hundreds of interpreters start, and would compile the package each time.
 unset PYTHONDONTWRITEBYTECODE
 
-tier=default strict=${CI:+yes} save='' python='' slurm=''
+tier=default strict=${CI:+yes} save='' python='' slurm='' torch=''
 while :; do
     case "${1:-}" in
     --all | --gpu | --planted) tier=${1#--} ;;
     --strict) strict=yes ;;
     --slurm) slurm=${2:?--slurm needs a version} && shift ;;
+    --torch) torch=${2:?--torch needs a release, such as 2.10} && shift ;;
     --save) save=$(realpath -m "${2:?--save needs a folder}") && shift ;;
     --python) python=${2:?--python needs a program} && shift ;;
     *) break ;;
@@ -73,7 +76,11 @@ prepare_cluster() {
     fi
 }
 
-if [ -z "$python" ]; then
+if [ -n "$torch" ]; then
+    venv=.venv-torch-$torch
+    set_up test "torch==$torch.*"
+    python=$venv/bin/python
+elif [ -z "$python" ]; then
     set_up test
     python=.venv/bin/python
     if [ "$tier" != gpu ]; then
@@ -98,7 +105,7 @@ if [ -n "$slurm" ]; then
     "$python" tests/support/slurm_roots.py "$slurm"
     export HPCTRAIN_TEST_SLURM=$slurm
 fi
-[ "$tier" = gpu ] || prepare_cluster
+[ "$tier" = gpu ] || [ -n "$torch" ] || prepare_cluster
 if [ -n "$strict" ] && [ ${#left_out[@]} -gt 0 ]; then
     tell_left_out
     fail "parts are left out, and --strict (or \$CI) wants them all"
@@ -109,6 +116,10 @@ if [ "$tier" = planted ]; then
     exit
 fi
 options=(-rs ${strict:+--strict-parts} ${slurm:+-m slurm})
+if [ -n "$torch" ]; then
+    options+=(-m 'not (slurm or horovod)')
+    options+=(tests/{backends,checkpoint,compat,data,monitoring,optim,precision,process,training})
+fi
 [ "$tier" = default ] || options+=("--$tier")
 # Ranks wait for each other, and jobs for Slurm, about half of the time: two workers a core. On a GPU
 # the ranks take turns, and more workers do not help.
