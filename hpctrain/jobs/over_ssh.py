@@ -211,7 +211,7 @@ def pull(cluster: Cluster, run_dir: str, target: Path, env: Mapping[str, str]) -
         env: environment of ssh.
 
     Raises:
-        StartError: the host cannot be reached, or the run cannot be read.
+        StartError: the host cannot be reached, or the run cannot be read or written.
     """
     parent, name = os.path.split(run_dir.rstrip("/"))
     words = ["tar", "czf", "-", "--exclude=checkpoints", "--exclude=.attempts-*", "--", name]
@@ -221,8 +221,11 @@ def pull(cluster: Cluster, run_dir: str, target: Path, env: Mapping[str, str]) -
     if done.returncode:
         raise _failed(cluster, f"{run_dir} cannot be read", done)
     target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
-        tar.extractall(target, filter="data")
+    # Not tarfile: before Python 3.11.4 it writes outside of the target if the archive says so.
+    unpack = ["tar", "xzf", "-", "--no-same-owner", "--no-same-permissions", "-C", str(target)]
+    unpacked = subprocess.run(unpack, input=done.stdout, capture_output=True, check=False)
+    if unpacked.returncode:
+        raise _failed(cluster, f"{run_dir} cannot be written to {target}", unpacked)
 
 
 def _enter(cluster: Cluster, make: bool = False) -> str:

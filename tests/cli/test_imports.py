@@ -44,8 +44,8 @@ FORKS = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 class Missing:
-    # copy and pickle of the standard library look for Jython: org.python.core.
-    names, known = [], {*sys.stdlib_module_names, "org"}
+    # copy and pickle of the standard library look for Jython (org.python.core), platform for Windows.
+    names, known = [], {*sys.stdlib_module_names, "org", "_wmi"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in self.known:
             self.names.append(name)

@@ -237,6 +237,9 @@ def test_pull_copies_a_run_without_its_checkpoints(alps, fake, there, project, c
     assert (project / "runs/train-70/metrics.jsonl").is_file()
     assert not (project / "runs/train-70/checkpoints").exists()
     on(capfd, "alps", "pull", "none", code=2)
+    (project / "runs/train-70/run.json").unlink()
+    (project / "runs/train-70/run.json/mine").mkdir(parents=True)
+    assert "cannot be written to runs" in on(capfd, "alps", "pull", "train-70", code=1).err
 
 
 def test_status_of_all_clusters_tells_which_do_not_answer(alps, fake, there, capfd):
