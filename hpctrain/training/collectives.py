@@ -112,7 +112,7 @@ class Collectives:
             self._wait(call)
         return all_rows(self.backend, tensor, lengths)
 
-    def gather_for_metrics(self, things: Any) -> Any:
+    def gather_for_metrics(self, things: T) -> T:
         """Concatenate the samples of all ranks, for a metric that needs them all.
 
         In a loop over `session.loader(dataset, train=False)` the samples come in the order of the
@@ -152,7 +152,8 @@ class Collectives:
         ]
         columns = zip(tensors, *parts, strict=True)
         results = iter([joined(column, tensor) for tensor, *column in columns])
-        return map_tensors(lambda _: next(results), things)
+        result: T = map_tensors(lambda _: next(results), things)
+        return result
 
     def _take_part(self, idle: bool) -> None:
         """Take part in `gather_for_metrics` of ranks that still have a batch in an evaluation.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ from hpctrain.training.setup import open_ranks
 from hpctrain.training.training_run import Run
 
 __all__ = ["Session"]
+
+One = TypeVar("One", bound=nn.Module | Optimizer | DataLoader[Any])
+Two = TypeVar("Two", bound=nn.Module | Optimizer | DataLoader[Any])
+More = TypeVarTuple("More")
 
 
 class Session(Collectives):
@@ -174,9 +178,20 @@ class Session(Collectives):
         """Prepared optimizers, in the order of preparation."""
         return self._context.optimizers
 
+    @overload
+    def prepare(self, thing: One, /, *, split_batches: bool = False) -> One: ...
+
+    @overload
+    def prepare(
+        self, one: One, two: Two, /, *more: *More, split_batches: bool = False
+    ) -> tuple[One, Two, *More]: ...
+
+    @overload
     def prepare(
         self, *things: nn.Module | Optimizer | DataLoader[Any], split_batches: bool = False
-    ) -> Any:
+    ) -> Any: ...
+
+    def prepare(self, *things: Any, split_batches: bool = False) -> Any:
         """Move models and optimizers to the device and precision, and connect them to all ranks.
 
         A later call adds further objects: another model, or an optimizer that replaces one with the
@@ -379,7 +394,13 @@ class Session(Collectives):
         """
         self._gradients.clip(parameters, lambda found: nn.utils.clip_grad_value_(found, clip_value))
 
-    def sum(self, *values: Any) -> Any:
+    @overload
+    def sum(self, value: Any, /) -> float: ...
+
+    @overload
+    def sum(self, *values: Any) -> tuple[float, ...]: ...
+
+    def sum(self, *values: Any) -> float | tuple[float, ...]:
         """Sum each value over all ranks, exactly; see `evaluation.total`.
 
         Returns:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from hpctrain import optim
 from hpctrain.cluster import env_vars
@@ -44,6 +44,8 @@ from hpctrain.training.restoring import Restored, restore
 from hpctrain.training.state import Position, refuse_stateless
 
 __all__ = ["Run"]
+
+T = TypeVar("T")
 
 
 class Run:
@@ -259,7 +261,7 @@ class Run:
             self.save()
             self._stop_here()
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.
 
         Args:

@@ -44,7 +44,7 @@ FORKS = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 class Missing:
-    # copy and pickle of the standard library look for Jython (org.python.core), platform for Windows.
+    # copy and pickle look for Jython (org.python.core), platform for Windows (_wmi).
     names, known = [], {*sys.stdlib_module_names, "org", "_wmi"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in self.known:
