@@ -34,20 +34,21 @@ __all__ = [
     "submit",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "arguments": ("options",),
-        "cluster.job": ("Allocation",),
-        "cluster.launchers": ("detect",),
-        "cluster.world": ("World",),
-        "errors": ("HpctrainError",),
-        "jobs": ("JobSpec", "submit"),
-        "launch": ("spawn",),
-        "training.training_run": ("Run",),
-        "training.session": ("Session",),
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name
+    __getattr__ = lazy(
+        __name__,
+        {
+            "arguments": ("options",),
+            "cluster.job": ("Allocation",),
+            "cluster.launchers": ("detect",),
+            "cluster.world": ("World",),
+            "errors": ("HpctrainError",),
+            "jobs": ("JobSpec", "submit"),
+            "launch": ("spawn",),
+            "training.training_run": ("Run",),
+            "training.session": ("Session",),
+        },
+    )
 
 
 def __dir__():  # type: ignore[no-untyped-def]

@@ -33,15 +33,16 @@ __all__ = [
     "same_classes",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "datasets": ("Images", "load"),
-        "images.imageset": ("IGNORED", "ImageSet"),
-        "images.synthetic": ("SyntheticImages",),
-        "images.transforms": ("CenterCrop", "Normalize", "RandomResizedCrop"),
-        "loader": ("Loader",),
-        "sampler": ("EvaluationSampler", "TrainingSampler"),
-        "shards.layouts": ("image_source", "same_classes"),
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name
+    __getattr__ = lazy(
+        __name__,
+        {
+            "datasets": ("Images", "load"),
+            "images.imageset": ("IGNORED", "ImageSet"),
+            "images.synthetic": ("SyntheticImages",),
+            "images.transforms": ("CenterCrop", "Normalize", "RandomResizedCrop"),
+            "loader": ("Loader",),
+            "sampler": ("EvaluationSampler", "TrainingSampler"),
+            "shards.layouts": ("image_source", "same_classes"),
+        },
+    )

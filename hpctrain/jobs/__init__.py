@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "JobSpec", "curves", "find", "submit"]
 
-__getattr__ = lazy(__name__, {"handle": ("Job",), "spec": ("JobSpec",)})
+if not TYPE_CHECKING:  # a type checker would take any name
+    __getattr__ = lazy(__name__, {"handle": ("Job",), "spec": ("JobSpec",)})
 
 
 def submit(

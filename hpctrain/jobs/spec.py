@@ -99,7 +99,7 @@ class JobSpec:
     tasks_per_node: int | None = _field(
         values.integer(1, 1024), None, "ranks on each host (default: one for each GPU, else one)",
         "N")
-    gpus_per_node: str = _field(
+    gpus_per_node: str | int = _field(
         values.written(units.gpu_count), "0", "GPUs of each host, such as 4 or a100:4", "N")
     cpus_per_task: int | None = _field(values.integer(1, 4096), None, "CPUs for each rank", "N")
     memory: str = _field(
@@ -185,7 +185,7 @@ class JobSpec:
     @property
     def gpus(self) -> int:
         """The number of GPUs of each node."""
-        return units.gpu_count(self.gpus_per_node)
+        return units.gpu_count(str(self.gpus_per_node))
 
     @property
     def tasks(self) -> int:

@@ -17,4 +17,5 @@ if TYPE_CHECKING:
 
 __all__ = ["spawn"]
 
-__getattr__ = lazy(__name__, {"spawning": ("spawn",)})
+if not TYPE_CHECKING:  # a type checker would take any name
+    __getattr__ = lazy(__name__, {"spawning": ("spawn",)})

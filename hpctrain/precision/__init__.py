@@ -30,7 +30,8 @@ PRECISIONS = {
     "O3": "hpctrain.precision.half:ApexO3",
 }
 
-__getattr__ = lazy(__name__, {"base": ("Precision", "PrecisionSettings")})
+if not TYPE_CHECKING:  # a type checker would take any name
+    __getattr__ = lazy(__name__, {"base": ("Precision", "PrecisionSettings")})
 
 
 def open_precision(name: str, device: "torch.device", settings: "PrecisionSettings") -> "Precision":

@@ -191,7 +191,8 @@ class Session(Collectives):
         self, *things: nn.Module | Optimizer | DataLoader[Any], split_batches: bool = False
     ) -> Any: ...
 
-    def prepare(self, *things: Any, split_batches: bool = False) -> Any:
+    # mypy misjudges an implementation for a TypeVarTuple.
+    def prepare(self, *things: Any, split_batches: bool = False) -> Any:  # type: ignore[misc]
         """Move models and optimizers to the device and precision, and connect them to all ranks.
 
         A later call adds further objects: another model, or an optimizer that replaces one with the

@@ -307,7 +307,7 @@ class Run:
         try:
             while self.step < limit:
                 phase(LOADING)
-                batch = next(iterator, _END)
+                batch: Any = next(iterator, _END)
                 if batch is _END:
                     return
                 phase(COMPUTING)

@@ -62,7 +62,7 @@ def train(args: argparse.Namespace) -> float:
         right = torch.zeros((), dtype=torch.int64)
         scores = session.classification(2)
         for inputs, targets in session.loader(Points(), train=False):
-            outputs = model(inputs)
+            outputs: Tensor = model(inputs)
             scores.update(outputs, targets)
             right += (outputs.argmax(1) == targets).sum()
             assert_type(session.gather_for_metrics((outputs, 1)), tuple[Tensor, int])
@@ -86,6 +86,7 @@ def start() -> None:
     spec = hpctrain.JobSpec(nodes=2, gpus_per_node=4, time="1h")
     job = hpctrain.submit(lengths, spec, args=("a",), kwargs={"count": 2})
     assert_type(job.run_dir, Path)
+    assert_type(hpctrain.jobs.find(job.id), hpctrain.jobs.Job)
     assert_type(job.wait(timeout=10), str)
     try:
         train(parser.parse_args())
