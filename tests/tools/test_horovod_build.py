@@ -174,7 +174,8 @@ def test_patches_of_horovod_over_gloo(extracted):
     )
     header = text(extracted, "third_party/flatbuffers/include/flatbuffers/stl_emulation.h")
     assert header == "  size_type count_;\n"
-    assert "mended_by_hpctrain = True" in text(extracted, "horovod/__init__.py").splitlines()
+    mark = f"mended_by_hpctrain = {wheel.RECIPE}"
+    assert mark in text(extracted, "horovod/__init__.py").splitlines()
     wait = text(extracted, "horovod/torch/mpi_ops_v2.cc")
     assert wait.index("int checks = 0;") < wait.index("while (true)") < wait.index("++checks < 200")
     assert "else std::this_thread::sleep_for(std::chrono::microseconds(50));" in wait
@@ -424,7 +425,10 @@ def test_horovod_build_wrong_use_exits_with_2(arguments, capsys):
     assert "usage: hpctrain horovod" in capsys.readouterr().err
 
 
-FACTS = {"version": "0.28.1", "torch": TORCH.version, "gloo": True, "mpi": False, "nccl": False}
+FACTS = {
+    "version": "0.28.1", "torch": TORCH.version, "gloo": True, "mpi": False, "nccl": False,
+    "recipe": wheel.RECIPE,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -492,9 +496,10 @@ def test_wheel_only_prints_only_the_path(simulated, capsys):
         ({**FACTS, "mpi": True}, ["check"]),
         ({**FACTS, "gloo": False}, ["check", "compile", "install", "check"]),
         ({**FACTS, "torch": "2.14.1+cu130"}, ["check", "compile", "install", "check"]),
+        ({**FACTS, "recipe": 0}, ["check", "compile", "install", "check"]),
         ({}, ["check", "compile", "install", "check"]),
     ],
-    ids=["fits", "no gloo", "another torch", "broken"],
+    ids=["fits", "no gloo", "another torch", "built elsewhere", "broken"],
 )
 def test_installed_horovod_is_kept_if_it_fits(simulated, facts, steps):
     simulated["facts"] = facts

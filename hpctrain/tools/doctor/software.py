@@ -12,15 +12,19 @@ from hpctrain._version import __version__
 from hpctrain.cluster.texts import printable
 from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 from hpctrain.tools.doctor.subprocesses import ask
+from hpctrain.tools.horovod_build import wheel
 
 __all__ = ["horovod", "import_torch", "judge_horovod", "judge_torch", "python", "slurm"]
 
 _IMPORT_SECONDS = 90.0  # for a cold cache: a package has many small files
+_UNMENDED = 3  # exit code
 _ASK_HOROVOD = """
-import horovod, horovod.torch as hvd
+import sys, horovod, horovod.torch as hvd
 built = [name for name in ("gloo", "mpi", "nccl") if getattr(hvd, f"{name}_built")()]
 print(f"{horovod.__version__}, built with {', '.join(built) or 'no transport'}")
-raise SystemExit(0 if {"gloo", "mpi"} & set(built) else 1)
+if not {"gloo", "mpi"} & set(built):
+    sys.exit(1)
+sys.exit(0 if getattr(horovod, "mended_by_hpctrain", 0) >= int(sys.argv[1]) else int(sys.argv[2]))
 """
 
 
@@ -73,7 +77,8 @@ def horovod() -> Finding:
     """Check in a separate process whether an installed Horovod works with this torch."""
     if importlib.util.find_spec("horovod") is None:
         return Finding("horovod", OK, "not installed")
-    return judge_horovod(ask([sys.executable, "-c", _ASK_HOROVOD], _IMPORT_SECONDS))
+    command = [sys.executable, "-c", _ASK_HOROVOD, str(wheel.RECIPE), str(_UNMENDED)]
+    return judge_horovod(ask(command, _IMPORT_SECONDS))
 
 
 def judge_horovod(answer: tuple[int, str] | None) -> Finding:
@@ -90,6 +95,8 @@ def judge_horovod(answer: tuple[int, str] | None) -> Finding:
         found = printable((answer[1].splitlines() or ["import horovod.torch fails"])[-1])
         if answer[0] == 0:
             return Finding("horovod", OK, found)
+        if answer[0] == _UNMENDED:
+            found += ", not by hpctrain horovod build: a rank may hang when another one dies"
     expected = "a Horovod that was built for this torch, with gloo or MPI"
     return Finding("horovod", WARNING, found, expected, ("hpctrain horovod build",))
 

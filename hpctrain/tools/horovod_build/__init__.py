@@ -32,7 +32,8 @@ if hvd.rank() == 0:
     built = json.loads(pathlib.Path(horovod.__file__).with_name("metadata.json").read_text())
     print(json.dumps({"version": horovod.__version__, "torch": built.get("pytorch"),
                       "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()),
-                      "nccl": bool(hvd.nccl_built())}))
+                      "nccl": bool(hvd.nccl_built()),
+                      "recipe": getattr(horovod, "mended_by_hpctrain", 0)}))
 hvd.shutdown()
 """
 
@@ -98,6 +99,8 @@ def _examine(plan: Plan, env: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
         return f"does not work:{output}", facts
     if facts["torch"] != plan.torch.version:
         return f"was built for torch {facts['torch']}", facts
+    if facts["recipe"] < wheel.RECIPE:
+        return "lacks changes that this build makes", facts
     return (f"has no {', '.join(missing)}" if missing else ""), facts
 
 
@@ -105,8 +108,9 @@ def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """Import Horovod in two ranks, and let them compute a sum over gloo.
 
     Returns:
-        Facts and "": "version", the "torch" it was built for, and whether "gloo", "mpi" and "nccl"
-        are built in. After a failure, no facts and the last lines of the output.
+        Facts and "": "version", the "torch" it was built for, whether "gloo", "mpi" and "nccl" are
+        built in, and the "recipe" of the build. After a failure, no facts and the last lines of the
+        output.
     """
     command = [sys.executable, "-P", "-m", "hpctrain", "run", "--nproc-per-node", "2", "--"]
     command += [sys.executable, "-P", "-c", _RANK]

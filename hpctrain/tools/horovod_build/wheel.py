@@ -17,12 +17,12 @@ from hpctrain.cluster import env_vars, memory
 from hpctrain.errors import HpctrainError
 from hpctrain.tools.horovod_build.plan import Plan, check_compiler, cxx_standard
 
-__all__ = ["VERSION", "PrintLine", "excerpt", "get", "patch", "pip", "place", "run"]
+__all__ = ["RECIPE", "VERSION", "PrintLine", "excerpt", "get", "patch", "pip", "place", "run"]
 
 #: Release of Horovod to build, which is the last one.
 VERSION = "0.28.1"
-# Version of the recipe: increase it when wheels of an earlier hpctrain must no longer be used.
-_RECIPE = 4
+#: Version of the recipe: increase it when wheels of an earlier hpctrain must no longer be used.
+RECIPE = 5
 # Horovod's setup.py imports Horovod, so the build needs its run-time requirements as well. Its
 # CMake files are older than CMake 4.
 _TOOLS = (
@@ -47,7 +47,7 @@ def place(plan: Plan, env: Mapping[str, str]) -> Path:
     Its name is made of all versions and options that a wheel depends on.
     """
     parts = (
-        f"{VERSION}-{_RECIPE}",
+        f"{VERSION}-{RECIPE}",
         f"torch{plan.torch.version}",
         f"{sys.implementation.cache_tag}",
         platform.machine(),
@@ -171,7 +171,7 @@ def patch(folder: Path, plan: Plan, standard: int, env: Mapping[str, str]) -> No
         "nccl": plan.cuda is not None and plan.torch.nccl is not None and not own_nccl,
         "mpi": bool(plan.mpi),
     }
-    values = {"standard": standard, "nccl": plan.torch.nccl, "mpi": plan.mpi}
+    values = {"recipe": RECIPE, "standard": standard, "nccl": plan.torch.nccl, "mpi": plan.mpi}
     text = Path(__file__).with_name("patches.toml").read_text()
     for change in tomllib.loads(text)["patch"]:
         if not builds[change.get("only")]:
