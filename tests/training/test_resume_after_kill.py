@@ -110,7 +110,6 @@ def test_effective_training_time_of_a_killed_and_resumed_run(capsys):
     shown = tables.summary(read)
     assert shown["effective training time"].startswith(f"{found.share:.2f} of ")
     assert shown["lost"] == found.lost
-    assert str(found) in Path("run/logs/rank-0.log").read_text()
 
 
 @pytest.mark.slow
