@@ -12,17 +12,7 @@ from processes import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-ON_SLURM = {
-    page: found
-    for page in guides.GUIDES
-    if (
-        found := [
-            command
-            for command in guides.typed(page)
-            if guides.on_slurm(command) and not guides.reason(command)
-        ]
-    )
-}
+ON_SLURM = guides.runnable(slurm=True)
 # What fits on four hosts of eight cores without a GPU, for what the pages ask for.
 SIZES = (
     (r"(gpus.per.node ?[= ] ?)[14]", r"\g<1>0"),

@@ -11,17 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-HERE = {
-    page: found
-    for page in guides.GUIDES
-    if (
-        found := [
-            command
-            for command in guides.typed(page)
-            if not guides.reason(command) and not guides.on_slurm(command)
-        ]
-    )
-}
+HERE = guides.runnable(slurm=False)
 # Pages whose commands start no ranks.
 BY_DEFAULT = {f"docs/{name}.md" for name in ("errors", "hangs", "install-cluster", "jobs", "lint")}
 # What the reader of a page has done before.

@@ -102,8 +102,17 @@ def reason(command):
     return next((why for start, why in NOT_HERE.items() if command.startswith(start)), "")
 
 
-def on_slurm(command):
-    return bool(_ON_SLURM.match(command))
+def runnable(slurm):
+    """Return the commands that tests run as they are printed, by page: those on Slurm, or not."""
+    found = {
+        page: [
+            command
+            for command in typed(page)
+            if bool(_ON_SLURM.match(command)) == slurm and not reason(command)
+        ]
+        for page in GUIDES
+    }
+    return {page: commands for page, commands in found.items() if commands}
 
 
 def small(command):
