@@ -43,9 +43,7 @@ def _main(arguments: argparse.Namespace) -> int:
     try:
         user_jobs = slurm.jobs(os.environ, uid=os.getuid())
     except slurm.NoAnswerError as error:
-        # Of several lines about a missing configuration, the last one is the conclusion.
-        command, name, last = str(error).rpartition("squeue: ")
-        slurm_error = f"{name}{last}" if command else str(error)
+        slurm_error = str(error)
         sys.stderr.write(f"hpctrain: Slurm does not answer: {slurm_error}\n")
         statuses = job_status.without_slurm(arguments.names)
     else:

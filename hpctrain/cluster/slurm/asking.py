@@ -17,14 +17,17 @@ def ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = Non
 
     Raises:
         NoAnswerError: the command is missing, took too long, or failed; the text has its standard
-            error.
+            error, or the fatal error in it.
     """
     # SQUEUE_STATES and similar variables, set by the user for lists, would filter the output.
     clean = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
     done = run(argv, seconds or SECONDS_TO_ANSWER, clean)
     if done.returncode:
-        message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise NoAnswerError(f"{argv[0]}: {message}")
+        lines = done.stderr.strip().split("\n")
+        # Slurm's fatal() ends a command: it concludes from the lines before it.
+        text = lines[-1] if ": fatal: " in lines[-1] else " ".join(lines)
+        message = " ".join(text.removeprefix(f"{argv[0]}: ").split())
+        raise NoAnswerError(f"{argv[0]}: {message or f'exit code {done.returncode}'}")
     return done.stdout
 
 
