@@ -84,11 +84,12 @@ class _Parser(argparse.ArgumentParser):
         return [self, *(parser for choice in choices for parser in choice.values())]
 
 
-def parser_of(whole: Container[str]) -> argparse.ArgumentParser:
+def parser_of(names: Container[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
     Args:
-        whole: commands whose modules are imported, and whose arguments it has.
+        names: commands that it has, with their arguments. Without a command among them, it has the
+            name and the help of each.
     """
     parser = _Parser(
         prog="hpctrain",
@@ -96,9 +97,10 @@ def parser_of(whole: Container[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        command = subparsers.add_parser(name, help=text)
-        if name in whole:
+    found = [name for name in COMMANDS if name in names]
+    for name in found or COMMANDS:
+        command = subparsers.add_parser(name, help=COMMANDS[name])
+        if found:
             importlib.import_module(f"hpctrain.cli.{name}").add(command)
     return parser
 
@@ -117,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(_FIRST)
         return 2
     try:
-        # Importing all takes longer than most commands.
+        # To import all, or to make all parsers, takes longer than most commands.
         parsed = parser_of(given[:1]).parse_args(given)
         code = int(parsed.command(parsed))
         sys.stdout.flush()

@@ -13,7 +13,6 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs import job_checks, job_environment, job_paths, script
 from hpctrain.jobs.slurm_reasons import absent
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.rundir import frozen_code
 
 __all__ = ["Sent", "send", "text", "trial"]
 
@@ -49,6 +48,8 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
     clean, left_out = job_environment.environ(spec, env)
     answer = _answer(text(spec, tree), spec, clean)
     if tree:
+        from hpctrain.rundir import frozen_code
+
         frozen_code.note_job(frozen_code.STORE, answer.job, tree)
     return Sent(
         answer.job, (*notes, *host_notes, *code_notes, *left_out, *answer.message.splitlines())
@@ -76,6 +77,8 @@ def _freeze(spec: JobSpec) -> tuple[str, list[str]]:
     """Record the code of a job; return the name of the snapshot and notes for the user."""
     if spec.live:
         return "", []
+    from hpctrain.rundir import frozen_code  # slow to import, for hashes and temporary files
+
     try:
         snapshot = frozen_code.freeze(Path(), frozen_code.STORE, sys.path)
     except (slurm.NoAnswerError, OSError) as error:
