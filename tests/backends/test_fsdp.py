@@ -142,9 +142,10 @@ def test_fsdp_has_the_losses_norms_and_weights_of_one_process(size, options):
     rows, share, names = start(size, "many", "fsdp", **options)
     assert share <= 0.6  # 3 of 5 rows
     assert names == len(Language().state_dict())
-    for name in ("loss", "grad_norm"):
-        # Of a loss that is almost 0, as after 200 steps, 1e-9 is what fp64 promises, not a part.
-        one = pytest.approx([r[name] for r in expected], rel=1e-9, abs=1e-9)
+    # Training enlarges rounding errors: in 200 steps to 6e-10 of losses and 2e-9 of norms, with ddp
+    # as well.
+    for name, most in (("loss", 1e-9), ("grad_norm", 1e-8)):
+        one = pytest.approx([r[name] for r in expected], rel=1e-9, abs=most)
         assert [r[name] for r in rows] == one
     assert_close(state("many"), state("one"), rtol=1e-9, atol=1e-9)
 
