@@ -202,10 +202,10 @@ def test_squeue_leaves_out_forgotten_jobs_and_reports_a_silent_controller(fake):
 
 def test_of_several_lines_of_a_command_that_ends_the_fatal_one_is_shown(fake):
     fake.command("squeue", error="squeue: error: no DNS\nsqueue: fatal: no configuration", code=1)
-    with pytest.raises(slurm.NoAnswerError, match="^squeue: fatal: no configuration$"):
+    with pytest.raises(slurm.NoAnswerError, match=r"^squeue: fatal: no configuration$"):
         slurm.jobs(fake.env)
     fake.command("squeue", error="squeue: error: one\nsqueue: error: two", code=1)
-    with pytest.raises(slurm.NoAnswerError, match="^squeue: error: one squeue: error: two$"):
+    with pytest.raises(slurm.NoAnswerError, match=r"^squeue: error: one squeue: error: two$"):
         slurm.jobs(fake.env)
 
 
