@@ -1,6 +1,6 @@
 """Images per second that one core prepares, and a loader with two processes.
 
-    python benchmarks/input.py [--rounds 10] [--images 120] [--save FILE]
+    python benchmarks/input.py [--rounds 10] [--images 480] [--save FILE]
 
 Photographs of 500 × 375 (examples/photographs.py; about 60 kB each) are in memory as JPEG. One
 thread makes random crops of 3 × 224 × 224: with torchvision's usual pipeline over Pillow, to floats
@@ -154,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> Results:
             }
 
 
-OPTIONS = {"--images": {"type": int, "default": 120, "metavar": "N", "help": "default: 120"}}
+OPTIONS = {"--images": {"type": int, "default": 480, "metavar": "N", "help": "default: 480"}}
 
 if __name__ == "__main__":
     packages = ["torch", "torchvision", "pillow", "simplejpeg", "torchcodec"]

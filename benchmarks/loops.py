@@ -4,6 +4,7 @@ Each loop is an iterator of a `Setup` that yields after each step. Logged every 
 
 - baseline: the mean loss of these steps over all ranks, the learning rate and the
   samples per second, as a line of JSON
+- baseline, again: the same, to see how far two equal arms differ
 - bare: nothing
 - hpctrain: the same as the baseline, and the time spent waiting for data
 - accelerate, Lightning Fabric, ignite: the same as the baseline
@@ -34,7 +35,18 @@ from torch.utils.data import (
 import hpctrain
 from hpctrain.tools.bench.baseline import direct_sum, share
 
-__all__ = ["ARMS", "BASE", "BATCH", "LOG_EVERY", "OURS", "Setup", "data", "launched", "missing"]
+__all__ = [
+    "AGAIN",
+    "ARMS",
+    "BASE",
+    "BATCH",
+    "LOG_EVERY",
+    "OURS",
+    "Setup",
+    "data",
+    "launched",
+    "missing",
+]
 
 LOG_EVERY = 10
 BATCH, FEATURES, WIDTH, CLASSES = 32, 32, 128, 10
@@ -244,11 +256,12 @@ def with_ignite(setup: Setup) -> Iterator[None]:
                 yield
 
 
-BASE, OURS = "baseline", "hpctrain"
+BASE, AGAIN, OURS = "baseline", "baseline, again", "hpctrain"
 # To add an arm, write such a function, and add a line here; for a loop of another library, add its
 # import name below.
 ARMS: dict[str, Callable[[Setup], Iterator[None]]] = {
     BASE: baseline,
+    AGAIN: baseline,
     "bare, no log": bare,
     OURS: with_hpctrain,
     "accelerate": with_accelerate,
