@@ -35,18 +35,7 @@ from torch.utils.data import (
 import hpctrain
 from hpctrain.tools.bench.baseline import direct_sum, share
 
-__all__ = [
-    "AGAIN",
-    "ARMS",
-    "BASE",
-    "BATCH",
-    "LOG_EVERY",
-    "OURS",
-    "Setup",
-    "data",
-    "launched",
-    "missing",
-]
+__all__ = ["ARMS", "BASE", "BATCH", "LOG_EVERY", "OURS", "Setup", "data", "launched", "missing"]
 
 LOG_EVERY = 10
 BATCH, FEATURES, WIDTH, CLASSES = 32, 32, 128, 10
@@ -256,12 +245,12 @@ def with_ignite(setup: Setup) -> Iterator[None]:
                 yield
 
 
-BASE, AGAIN, OURS = "baseline", "baseline, again", "hpctrain"
+BASE, OURS = "baseline", "hpctrain"
 # To add an arm, write such a function, and add a line here; for a loop of another library, add its
 # import name below.
 ARMS: dict[str, Callable[[Setup], Iterator[None]]] = {
     BASE: baseline,
-    AGAIN: baseline,
+    "baseline, again": baseline,
     "bare, no log": bare,
     OURS: with_hpctrain,
     "accelerate": with_accelerate,
