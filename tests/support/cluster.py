@@ -255,7 +255,7 @@ class Cluster:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def batch(
-        self, arguments: Sequence[str], seconds: float = 240.0, **options: Any
+        self, arguments: Sequence[str], seconds: float = 600.0, **options: Any
     ) -> tuple[str, int]:
         """Run a job by sbatch to its end; return its number and exit code.
 
@@ -266,7 +266,7 @@ class Cluster:
             raise ClusterError(done.stderr)
         return self.ended(done.stdout.strip(), seconds)
 
-    def ended(self, number: str, seconds: float = 240.0) -> tuple[str, int]:
+    def ended(self, number: str, seconds: float = 600.0) -> tuple[str, int]:
         """Wait for a job's end; return its number and exit code."""
         end = time.monotonic() + seconds
         while (facts := self.job(number))["JobState"] in _UNDER_WAY:
