@@ -247,7 +247,8 @@ def _attempts(
         before = max(directory.steps(), default=None)
         folder = common / str(number)
         folder.mkdir(mode=0o700, exist_ok=True)
-        if first.ends_plain and received:
+        # Without agents, no copy in memory is lost if the program is not started again.
+        if received and (first.ends_plain or (number and not hosts.agents)):
             return exit_codes.STOPPED, "a signal"
         attempt = replace(first, folder=folder, number=number, stopping=bool(received))
         following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)

@@ -43,7 +43,7 @@ class Outcome:
     Attributes:
         ranks: ranks of this machine, all of them ended.
         first: rank that failed first by itself; None if no rank failed.
-        signal: signal that was forwarded to the ranks; None without a signal.
+        signal: signal that was forwarded to the ranks, or came after their end; None without one.
         failed: time at which that rank failed, in seconds of the monotonic clock.
     """
 
@@ -156,6 +156,7 @@ def run(
             if output is not None:
                 output.stop()
         watch.drain()
+    watch.take_late_signal()
     return watch.outcome(exit_status_file.parent)
 
 
@@ -203,7 +204,7 @@ class _Watch:
 
     Attributes:
         failed: ranks that failed by themselves.
-        signal: last forwarded signal.
+        signal: last forwarded signal, or one that came after the end of the ranks.
         forwarded: all forwarded signals.
         ended: whether this process has ended any rank.
         drained: whether all output has been forwarded.
@@ -270,10 +271,28 @@ class _Watch:
         deadline = time.monotonic() + seconds
         while not self.drained:
             try:
-                if isinstance(self._next(None if seconds == float("inf") else deadline), int):
-                    return
+                event = self._next(None if seconds == float("inf") else deadline)
             except queue.Empty:
                 return
+            if isinstance(event, int):
+                self._note_late(event)
+                return
+
+    def take_late_signal(self) -> None:
+        """Take a signal that came after the end of the ranks, if there is one.
+
+        A scheduler signals all processes of a job at once, so the ranks may end before the signal
+        to this process arrives here.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self.events.get_nowait()
+                if isinstance(event, int):
+                    self._note_late(event)
+
+    def _note_late(self, number: int) -> None:
+        if self.signal is None and number != signal.SIGKILL:
+            self.signal = number
 
     def _next(self, deadline: float | None) -> Rank | int | None:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())

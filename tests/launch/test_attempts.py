@@ -322,6 +322,26 @@ def test_single_attempt_has_the_exit_code_and_the_cause_of_its_failure(tmp_path,
     assert "attempt 2" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("agents", "starts"), [(False, 1), (True, 2)])
+def test_program_without_agents_is_not_started_again_after_a_signal(tmp_path, agents, starts):
+    received = []
+
+    class Signalled(Hosts):
+        def present(self):
+            if self.attempts:
+                received.append(15)  # as the hosts of the next attempt are chosen
+            return super().present()
+
+    directory = rundir.RunDirectory(tmp_path / "run")
+    ends = [ended(None, step=10, first=failed(143)), ended(75)]
+    hosts = Signalled(directory, *ends[:starts])
+    hosts.agents = agents
+    code, _ = attempts.run(hosts, ["checks.sh"], directory, {}, Policy(), received)
+    assert code == exit_codes.STOPPED
+    # Ranks may still save a copy in memory.
+    assert [attempt.stopping for _, attempt in hosts.attempts] == [False, True][:starts]
+
+
 @pytest.mark.parametrize("most", [2, MOST_FRUITLESS])
 def test_run_is_given_up_with_the_last_cause(tmp_path, capsys, most):
     directory = rundir.RunDirectory(tmp_path / "run")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.launch import rank_output, starts, supervisor
 from hpctrain.launch.rank_environment import Connection, layout, of_rank
+from hpctrain.launch.rank_processes import Rank
 
 INHERITED = {
     "SLURM_JOB_ID": "1",
@@ -74,6 +76,26 @@ def ranks(tmp_path, monkeypatch):
         return starts.simulated(command, tasks_per_node, env, launcher or "hpctrain", ())
 
     return run
+
+
+class SignalAfterTheEnd(queue.SimpleQueue):
+    """Events in which a signal to this process follows the end of each rank."""
+
+    def get(self, *arguments, **keywords):
+        event = super().get(*arguments, **keywords)
+        if isinstance(event, Rank):
+            self.put(signal.SIGTERM)
+        return event
+
+
+@pytest.mark.parametrize("command", ["exit 0", "kill -TERM $$", "sleep 60 & exit 3"])
+def test_signal_that_comes_after_the_end_of_the_ranks_is_not_lost(tmp_path, command):
+    """Slurm ends all processes of a job at once, in any order."""
+    file, events = tmp_path / "start" / "exit-status", SignalAfterTheEnd()
+    file.parent.mkdir()
+    environ = {0: dict(os.environ)}
+    outcome = supervisor.run(["sh", "-c", command], environ, file, False, events)
+    assert outcome.signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize(
