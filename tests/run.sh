@@ -100,6 +100,7 @@ elif [ -z "$python" ]; then
 else
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
+unset HPCTRAIN_PYTHON # of the set-up; the tests check which variables of hpctrain change
 if [ -n "$slurm" ]; then
     [ -n "$(command -v mmdebstrap)" ] || apt_install mmdebstrap
     "$python" tests/support/slurm_roots.py "$slurm"

@@ -58,7 +58,7 @@ HEADS = {
     "more_ms": "ms more",
     "more_us": "µs more",
     "more_cpu_us": "µs more of CPU time",
-    "cpu_ratio": "× base, by CPU time",
+    "ratio_by_cpu": "× base, by CPU time",
     "more_s": "s more",
     "cpu_s": "s of rank 0's CPU time",
     "check_s": "of it, s for the check",
@@ -73,7 +73,7 @@ HEADS = {
     "share": "of ddp's",
     "slowdown": "times as long",
 }
-_RATIOS = ("ratio", "cpu_ratio", "slowdown", "share")
+_RATIOS = ("ratio", "ratio_by_cpu", "slowdown", "share")
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kKMGT]?)B?\Z", re.ASCII)
