@@ -25,7 +25,7 @@ from hpctrain.tools.bench.measure import take_turns
 RANKS = 2
 TIMEOUT = 120.0
 READY = "rank is ready"
-BASELINE = """\
+BASELINE = f"""\
 import torch
 import torch.distributed as dist
 
@@ -33,10 +33,10 @@ dist.init_process_group("gloo")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
 assert tensor.item() == 2
-print("rank is ready", flush=True)
+print("{READY}", flush=True)
 dist.destroy_process_group()
 """
-WITH_SESSION = """\
+WITH_SESSION = f"""\
 import torch
 
 import hpctrain
@@ -44,13 +44,13 @@ import hpctrain
 with hpctrain.Session() as session:
     tensor = session.backend.sum(torch.ones(1))
     assert tensor.item() == 2
-    print("rank is ready", flush=True)
+    print("{READY}", flush=True)
 """
 IMPORTS = f"""\
 import subprocess
 import sys
 
-command = [sys.executable, "-c", "import torch; print('rank is ready', flush=True)"]
+command = [sys.executable, "-c", "import torch; print('{READY}', flush=True)"]
 for process in [subprocess.Popen(command) for _ in range({RANKS})]:
     process.wait()
 """
