@@ -95,11 +95,11 @@ class TrainingSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seeds.derive("order", self.seed, self.epoch))
         order = torch.randperm(self.length, generator=generator).tolist()
-        size = self.batches.batch_size
-        for number in range(self.first, self.steps * self.batches.accumulate):
-            step, index = divmod(number, self.batches.accumulate)
-            first = step * self.batches.global_batch
-            start = first + self._place(index) * size
+        size, accumulate = self.batches.batch_size, self.batches.accumulate
+        starts = [self._place(index) * size for index in range(accumulate)]
+        for number in range(self.first, self.steps * accumulate):
+            first = number // accumulate * self.batches.global_batch
+            start = first + starts[number % accumulate]
             yield order[start : start + size] or order[first : first + size]
 
 

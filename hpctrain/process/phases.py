@@ -47,6 +47,6 @@ PHASES = {
     EVALUATING: Phase("in an evaluation", True),
     SAVING: Phase("saves a checkpoint", True),
     WAITING: Phase("waits for the other ranks before an exchange", True),
-    BACKWARD: Phase("in the backward pass or its sums", True),
+    BACKWARD: Phase("in the backward pass, its sums or the update", True),
     UPDATING: Phase("in the update of the weights", True),
 }

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
+from hpctrain.precision.base import Precision
 from hpctrain.process.phases import ACCUMULATING, BACKWARD, COMPUTING, UPDATING
 from hpctrain.training.context import Context, parameters_of
 from hpctrain.training.gradient_guard import (
@@ -51,8 +52,10 @@ class Gradients:
         self.last = context.batches.accumulate == 1
         self._clip_value, self._clip_norm = context.options.clip_value, context.options.clip_norm
         self._clips = self._clip_value is not None or self._clip_norm is not None
-        # A step can take microseconds, so avoid a call of attach() that does nothing.
-        self._attaches = type(self._backend).attach is not Backend.attach
+        # A step can take microseconds, so avoid calls that do nothing.
+        self._attaches = _overrides(self._backend, Backend.attach)
+        self._syncs = _overrides(self._backend, Backend.sync_gradients)
+        self._clears = _overrides(self._precision, Precision.clear)
         self._inside = False  # whether an optimizer's methods or torch's clipping are called here
         self._passes = 0  # backward passes since the last step
         self._passed = False  # whether this micro-batch had a backward pass
@@ -268,11 +271,11 @@ class Gradients:
         self._precision.backward(loss if accumulate == 1 else loss / accumulate, **keywords)
         self._passes += 1
         self._passed = True
-        if last:
+        if not last:
+            self._guard.between()
+        elif self._syncs:  # else no rank waits for another one between backward pass and update
             context.events.phase(UPDATING)
             self._backend.sync_gradients()
-        else:
-            self._guard.between()
 
     def _update(self, optimizer: Optimizer) -> None:
         """Clip as the options say, and take the optimizer step."""
@@ -311,7 +314,8 @@ class Gradients:
     def _clear(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             self._clear_own[id(optimizer)]()
-            self._precision.clear(optimizer)
+            if self._clears:
+                self._precision.clear(optimizer)
 
     def _accumulates(self, optimizer: Optimizer) -> bool:
         """Check whether an optimizer has gradients of a step that is not complete."""
@@ -377,6 +381,11 @@ class Gradients:
         if accumulate > 1:
             for model in self._context.models:
                 self._backend.synchronize(model, self.last)
+
+
+def _overrides(owner: object, method: Callable[..., Any]) -> bool:
+    """Return whether the class of an object has its own version of a base class's method."""
+    return getattr(type(owner), method.__name__) is not method
 
 
 def _clear(optimizer: Optimizer) -> None:

@@ -327,7 +327,8 @@ WAIT = "wait_for_the_others"
     [
         (
             "stop_in_the_sums",
-            "at step 3, in the backward pass or its sums: process {} is stopped (state T)",
+            "at step 3, in the backward pass, its sums or the update: process {} is stopped "
+            "(state T)",
             "in stop_in_the_sums",
         ),
         ("hold_the_gil", "at step 3, in the script's code", "in hold_the_gil"),
@@ -446,7 +447,7 @@ def test_hang_in_which_all_ranks_wait_names_none(watched):
         until(lambda pid=process.pid: "futex" in Path(f"/proc/{pid}/wchan").read_text())
     assert job.end() == [-signal.SIGKILL] * 3
     assert job.ranks.reason().startswith("all 3 ranks are silent for")
-    assert job.ranks.reason().endswith("its sums: they wait for each other")
+    assert job.ranks.reason().endswith("the update: they wait for each other")
 
 
 def test_single_process_that_hangs_is_ended(watched):

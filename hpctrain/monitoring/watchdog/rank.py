@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import mmap
 import os
 import signal
 import socket
@@ -32,8 +31,6 @@ _NOT_FOR_THE_HELPER = {
     *(WAKE, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
 }
 _SECONDS_TO_LEAVE = 5.0
-
-_pack, _now = shared_memory.PLACE.pack_into, time.monotonic_ns
 
 
 class Watchdog:
@@ -73,8 +70,7 @@ class Watchdog:
         self._part: shared_memory.Part | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._alone = world.local_world_size == 1
-        # Target of heartbeats; without shared memory no process reads it.
-        self._memory: bytearray | mmap.mmap = bytearray(shared_memory.PLACE.size)
+        self._write_to_nobody()
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
         self.heartbeat = self._make_heartbeat()
@@ -98,7 +94,7 @@ class Watchdog:
             )
             name = shared_memory.name(key, node_rank)
             self._part = shared_memory.Part(name, world.local_rank, facts, settings)
-            self._memory = self._part.memory
+            self._numbers, self._times = self._part.views
             faulthandler.register(SIGNAL, self._part.stack, all_threads=True, chain=False)
             if self._part.new:
                 self._helper = _start(self._part.path)
@@ -109,19 +105,26 @@ class Watchdog:
         """Return the heartbeat function, which reads the clock once for all uses of a phase.
 
         Between the kernels of a model this code is never in the processor's cache, so each
-        additional call would cost microseconds.
+        additional call would cost microseconds. Items of a memoryview need no call.
         """
-        seconds, counts, last, since = self.seconds, [0] * len(PHASES), IDLE, _now()
+        clock, seconds, counts = time.monotonic, self.seconds, [0] * len(PHASES)
+        last, since = IDLE, clock()
 
         def heartbeat(phase: int) -> None:
             nonlocal last, since
-            now = _now()
+            now = clock()
             counts[phase] += 1
-            _pack(self._memory, 0, self.step, phase, now, counts[phase])
-            seconds[last] += (now - since) * 1e-9
+            numbers = self._numbers
+            numbers[0], numbers[1], numbers[3] = self.step, phase, counts[phase]
+            self._times[2] = now
+            seconds[last] += now - since
             last, since = phase, now
 
         return heartbeat
+
+    def _write_to_nobody(self) -> None:
+        """Let heartbeats write to memory that no process reads."""
+        self._numbers, self._times = shared_memory.views(bytearray(shared_memory.PLACE.size))
 
     def close(self) -> None:
         """End the watch of this rank. The helper ends with the last rank of the host."""
@@ -129,7 +132,7 @@ class Watchdog:
         self._part = self._helper = None
         if part is None:
             return
-        self._memory = bytearray(shared_memory.PLACE.size)
+        self._write_to_nobody()
         with contextlib.suppress(Exception):  # no error here may end the run
             part.leave()
             # From here on SIGNAL would end this process; the helper no longer sends it.

@@ -38,10 +38,11 @@ __all__ = [
     "read_settings",
     "remove_stale",
     "text_at",
+    "views",
 ]
 
-# Step, phase, time.monotonic_ns() of the last heartbeat; how often this phase has begun.
-PLACE = struct.Struct("@qqqq")
+# Step, phase, time.monotonic() of the last heartbeat; how often this phase has begun.
+PLACE = struct.Struct("@qqdq")
 PART = 1 << 24  # bytes from one part to the next; more than the longest stacks
 FACTS, STACK = 64, 1 << 16  # offsets in a part
 FOLDER = Path("/dev/shm")  # noqa: S108, as `_open_locked` checks the file
@@ -81,6 +82,11 @@ def name(key: str, node_rank: int) -> str:
     return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{proc.namespace()}"
 
 
+def views(memory: Any) -> "tuple[memoryview[int], memoryview[float]]":
+    """Return a place in a writable buffer as whole numbers, and the same bytes as floats."""
+    return memoryview(memory).cast("q"), memoryview(memory).cast("d")
+
+
 class Part:
     """Part of one rank, in which it writes its heartbeats and stacks.
 
@@ -93,7 +99,7 @@ class Part:
     Attributes:
         path: file of the host.
         new: whether this rank has created the file, and so has to start the helper.
-        memory: memory for the heartbeats.
+        views: memory for the heartbeats, as `views` returns it.
         stack: descriptor for the stacks.
 
     Raises:
@@ -112,15 +118,19 @@ class Part:
             self.stack = os.open(self.path, os.O_WRONLY)
             undo.callback(os.close, self.stack)
             os.lseek(self.stack, start + STACK, os.SEEK_SET)
-            place = PLACE.pack(0, IDLE, time.monotonic_ns(), 0).ljust(FACTS, b"\0")
+            place = PLACE.pack(0, IDLE, time.monotonic(), 0).ljust(FACTS, b"\0")
             # Write before mapping: a full /dev/shm must cause an error and no SIGBUS.
             os.pwrite(self._file, place + json.dumps(asdict(facts)).encode() + b"\n", start)
-            self.memory = undo.enter_context(mmap.mmap(self._file, FACTS, offset=start))
+            memory = undo.enter_context(mmap.mmap(self._file, FACTS, offset=start))
+            self.views = views(memory)
+            for view in self.views:
+                undo.enter_context(view)  # the memory stays open as long as a view is
             self._open = undo.pop_all()
 
     def leave(self) -> None:
         """Write that this rank has left."""
-        PLACE.pack_into(self.memory, 0, PLACE.unpack_from(self.memory)[0], CLOSED, 0, 0)
+        numbers, times = self.views
+        numbers[1], times[2], numbers[3] = CLOSED, 0.0, 0
 
     def close(self) -> None:
         """Close the memory and the files."""

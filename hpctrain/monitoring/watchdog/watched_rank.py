@@ -52,7 +52,7 @@ class WatchedRank(Sighting):
     ) -> None:
         super().__init__(facts.rank, host, 0, IDLE, 0.0, facts.pid, "R")
         self.facts, self.file, self.start, self._limits = facts, file, start, limits
-        self.heartbeat = self.count = 0
+        self.heartbeat, self.count = 0.0, 0
         self._stopped = 0.0  # seconds in state T
         self._sample: evidence.Sample | None = None
         self._due = 0.0  # silence at which the next sample is taken
@@ -74,7 +74,7 @@ class WatchedRank(Sighting):
             if before not in ("T", "t"):
                 self._limits.learn(phase, count, self.silence + elapsed)
             self.still, self.frame, self._sample, self._due = "", "", None, 0.0
-            self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
+            self.silence = min(elapsed, max(0.0, now - self.heartbeat))
         else:
             self.silence += elapsed
         if before == "T" != self.state:
