@@ -177,10 +177,17 @@ def compare(
     Args:
         series: figures of each arm.
         base: arm that the others are compared with.
-        by: `ratio`, and `more_FIGURE`.
+        by: `ratio`, `more_FIGURE`, and `ratio_by_cpu`: the elapsed time of the base plus the added
+            CPU time, over the elapsed time of the base.
         targets: by arm, the limit of a figure, such as `{"ratio": "≤ 1.02"}`.
     """
-    results = bench.compare(series, base, by)
+    results = bench.compare(series, base, [key for key in by if key != "ratio_by_cpu"])
+    for name, own in series.items() if "ratio_by_cpu" in by else ():
+        elapsed, cpu = own  # the names of both figures
+        of = series[base]
+        triples = zip(own[cpu], of[cpu], of[elapsed], strict=True)
+        ratios = [1 + (mine - theirs) / whole for mine, theirs, whole in triples]
+        results[name]["ratio_by_cpu"] = bench.summary(ratios)
     for name, limits in (targets or {}).items():
         for key, limit in limits.items():
             judge(results[name], key, limit)

@@ -1,16 +1,18 @@
 """Cost of comparing weights and optimizer states between the ranks.
 
-    python benchmarks/replica_check.py [--rounds 30] [--steps 20] [--save FILE]
+    python benchmarks/replica_check.py [--rounds 20] [--steps 60] [--save FILE]
 
 Two ranks train 5 million weights by Adam over gloo, on CPUs, so that a check reads 63 MB. The arms:
 
-- no check
+- no check, and the same once more: a smaller difference than between these cannot be seen
 - by default: at the distance at which its measured cost is half a percent
 - in each step: a digest in each step, read one step later
 - waiting in each step: all sums of tensors are gathered in each step, as before a save
 
-The arms take turns in the same processes, a short block of steps each. Each is compared with the
-arm without checks of its round.
+The arms take turns in the same processes, a block of steps each, which has several checks by
+default. Each is compared with the arm without checks of its round. The elapsed times of two ranks
+on two cores differ by percents between equal arms, so the target is for the CPU time of the thread
+that trains: the digest is computed there, and no step waits for its sum.
 """
 
 import argparse
@@ -30,8 +32,9 @@ from hpctrain.training.replica_check import ReplicaCheck
 
 BATCH = 64
 BASE, DEFAULT, EACH, WAITING = "no check", "by default", "in each step", "waiting in each step"
-EVERY = {BASE: 0, DEFAULT: None, EACH: 1, WAITING: 0}
-TARGETS = {DEFAULT: {"ratio": "≤ 1.01"}}
+EVERY = {BASE: 0, f"{BASE}, again": 0, DEFAULT: None, EACH: 1, WAITING: 0}
+BY = ("ratio", "more_ms", "more_cpu_ms", "ratio_by_cpu")
+TARGETS = {DEFAULT: {"ratio_by_cpu": "≤ 1.005"}}
 
 
 class Arm:
@@ -97,9 +100,9 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | N
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the times of each arm, and the ratio to the steps without a check."""
     times = by_figure(restart(arguments, ranks=2))
-    return dict(compare(times, BASE, ("ratio", "more_ms"), TARGETS))
+    return dict(compare(times, BASE, BY, TARGETS))
 
 
 if __name__ == "__main__":
-    options = {"--steps": {"type": int, "default": 20, "metavar": "N", "help": "of a block"}}
-    run("The cost of comparing the ranks.", 30, ["hpctrain", "torch"], measure, options, rank)
+    options = {"--steps": {"type": int, "default": 60, "metavar": "N", "help": "of a block"}}
+    run("The cost of comparing the ranks.", 20, ["hpctrain", "torch"], measure, options, rank)

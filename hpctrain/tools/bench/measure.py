@@ -57,6 +57,7 @@ HEADS = {
     "peak_memory": "peak memory",
     "more_ms": "ms more",
     "more_us": "µs more",
+    "more_cpu_ms": "ms more of CPU time",
     "more_cpu_us": "µs more of CPU time",
     "ratio_by_cpu": "× base, by CPU time",
     "more_s": "s more",
