@@ -183,7 +183,7 @@ def compare(
     """
     results = bench.compare(series, base, [key for key in by if key != "ratio_by_cpu"])
     for name, own in series.items() if "ratio_by_cpu" in by else ():
-        elapsed, cpu = own  # the names of both figures
+        elapsed, cpu, *_ = own  # names of figures
         of = series[base]
         triples = zip(own[cpu], of[cpu], of[elapsed], strict=True)
         ratios = [1 + (mine - theirs) / whole for mine, theirs, whole in triples]

@@ -58,6 +58,7 @@ HEADS = {
     "more_ms": "ms more",
     "more_us": "µs more",
     "more_cpu_ms": "ms more of CPU time",
+    "check_share": "share of the check",
     "more_cpu_us": "µs more of CPU time",
     "ratio_by_cpu": "× base, by CPU time",
     "more_s": "s more",
