@@ -5,7 +5,7 @@
 Two ranks train 5 million weights by Adam over gloo, on CPUs, so that a check reads 63 MB. The arms:
 
 - no check, and the same once more: a smaller difference than between these cannot be seen
-- by default: at the distance at which its measured cost is half a percent
+- by default: at the distance at which its measured cost is half a percent of the steps
 - in each step: a digest in each step, read one step later
 - waiting in each step: all sums of tensors are gathered in each step, as before a save
 

@@ -305,8 +305,8 @@ def test_distance_of_the_checks_follows_from_their_measured_cost():
     values = check.values(first)
     cost, a_step = list(values)[-2:]
     assert check.due > 10**9  # none until this one is read
-    # Of three ranks: 1.9 ms of 40 ms are 4.75 %, almost ten times too much.
+    # Of three ranks: 1.9 ms of 40 ms are 4.75 %, almost twelve times 0.4 %.
     sums = {name: 3 * value for name, value in values.items()}
     check.judge({**sums, cost: 3 * 0.0019, a_step: 3 * 0.040})
-    assert check.due == first + 10
+    assert check.due == first + 12
     assert check.forced > 10**9  # they wait for a consensus that is due anyway
