@@ -35,6 +35,7 @@ MEMORY = "HPCTRAIN_MEMORY"  # folder in memory for copies of the state
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
 AGENT = "HPCTRAIN_AGENT"  # what the agents of `hpctrain run` do
+BEGAN = "HPCTRAIN_BEGAN"  # variables that a rank got after it had waited, as JSON
 
 # Variables of a process that a person uses: of `srun --pty`, and of a kernel of Jupyter.
 PTY_PORT = "SLURM_PTY_PORT"
@@ -50,7 +51,7 @@ WORLD = (
 # Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
 _OF_ONE_RANK = (
     *(*WORLD, LAUNCHER, HOSTNAME, START, LAUNCHED, MAIN_ADDRESS, MAIN_PORT),
-    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, MEMORY, SCRATCH, COMMIT, AGENT),
+    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, MEMORY, SCRATCH, COMMIT, AGENT, BEGAN),
 )
 _OF_LAUNCHERS = (
     # torchrun, and env://

@@ -12,6 +12,7 @@ folder that all hosts share.
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -34,12 +35,15 @@ from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_ends import End, end_of
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import announce
+from hpctrain.launch.rank_processes import Rank
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
 
 __all__ = ["Plan", "main", "run"]
+
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class Plan:
         staging: what each host copies to its own disk: code, environment, data.
         container: image in which the ranks run; empty for none.
         label: label of the job and number of the start, for the folder of the copies.
-        waits: whether the ranks wait for a byte of this process's standard input; see `standby`.
+        waits: whether the ranks wait until this process has read the hosts of the attempt from its
+            standard input; see `standby`.
         frees: whether the agent frees the copies in memory, and starts no ranks.
     """
 
@@ -125,6 +130,8 @@ def _make_temporary_folder() -> None:
 def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]) -> End:
     """Start the ranks of this host, and wait until they have ended.
 
+    The process exits with 0 if the ranks have waited and are not needed.
+
     Args:
         plan: what to do.
         world: place of this host among the hosts, each of which counts as one rank.
@@ -151,14 +158,25 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         )
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
-        end = _watched(plan, met, point, env)
+        start = _Start(plan, met, _counts(plan, met), point, env)
+        started: list[Rank] = []
+        if plan.waits:
+            started = _waiting_ranks(start)
+            hosts = _hosts_to_begin(started)
+            if met.roster.hosts[met.world.rank] not in hosts:
+                code = exit_codes.DONE if hosts or _all_wait(started) else 1
+                for rank in started:
+                    rank.signal(signal.SIGKILL)
+                sys.exit(code)
+            start = start.among(hosts)
+        end = _watched(start, started)
         if stores is not None:
             end = replace(end, connected=stores.used)
     finally:
         shared_memory.keep(env.get(env_vars.MEMORY, ""))
         if stores is not None:
             stores.close()
-    host_ends.write(end, Path(plan.folder), str(met.world.node_rank))
+    host_ends.write(end, Path(plan.folder), str(start.met.world.node_rank))
     return end
 
 
@@ -203,17 +221,134 @@ def _check_hosts(roster: Roster) -> Answer:
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 
-def _watched(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[str, str]) -> End:
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A start on which the agents have agreed, as one of them knows it.
+
+    Attributes:
+        plan: what to do.
+        met: rendezvous of the agents.
+        counts: number of ranks of each host.
+        point: rendezvous point of the agents.
+        env: environment to start from.
+    """
+
+    plan: Plan
+    met: Rendezvous
+    counts: Sequence[int]
+    point: RendezvousPoint
+    env: Mapping[str, str]
+
+    @property
+    def here(self) -> int:
+        """Number of ranks of this host."""
+        return self.counts[self.met.world.rank]
+
+    def among(self, hosts: Sequence[str]) -> "_Start":
+        """Return the start on some of its hosts; this one and the first one are among them."""
+        old, world = self.met.roster, self.met.world
+        kept = [old.hosts.index(host) for host in hosts]
+        roster = replace(
+            old,
+            entries=(),
+            addresses=tuple(old.addresses[index] for index in kept),
+            hosts=tuple(hosts),
+            host_of_rank=tuple(range(len(kept))),
+        )
+        index, size = kept.index(world.rank), len(kept)
+        world = replace(
+            world, rank=index, world_size=size, node_rank=index, num_nodes=size, hosts=roster.hosts
+        )
+        counts = [self.counts[index] for index in kept]
+        return replace(self, met=replace(self.met, world=world, roster=roster), counts=counts)
+
+    def environs(self) -> dict[int, dict[str, str]]:
+        """Return the environment of each rank of this host."""
+        plan, met, env = self.plan, self.met, self.env
+        connection = rank_environment.Connection(
+            start=f"{plan.launch or met.nonce}/{plan.attempt}",
+            main_address=met.roster.addresses[0],
+            own_address=met.roster.addresses[met.world.rank],
+            secret=env.get(env_vars.SECRET) or met.nonce,
+            ports=tuple(met.shared["ports"]),
+            restarts=plan.attempt,
+        )
+        environs = rank_environment.environs_of_host(met.world, self.counts, env, connection)
+        more = {env_vars.HOSTNAME: self.point.host} if self.point.simulated else {}
+        if plan.launch and env_vars.MEMORY in env:
+            more[env_vars.MEMORY] = env[env_vars.MEMORY]
+        return {rank: {**environ, **more} for rank, environ in environs.items()}
+
+    def cores(self) -> list[set[int]] | None:
+        """Return the cores of each rank of this host; None if the ranks are not to be bound."""
+        return None if self.plan.temporary else cores.divided(self.here, self.env)
+
+
+def _counts(plan: Plan, met: Rendezvous) -> Sequence[int]:
+    """Return the number of ranks of each host.
+
+    Raises:
+        UsageError: there are two agents on a host, or the plan's numbers do not fit the hosts.
+    """
+    world = met.world
+    if world.num_nodes != world.world_size:
+        raise UsageError(
+            "HT111",
+            f"{world.world_size} tasks on {world.num_nodes} hosts have each started hpctrain run "
+            "with --nproc-per-node",
+            "one task on each host, or hpctrain run without --nproc-per-node in each task",
+            "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N SCRIPT",
+            "srun hpctrain run SCRIPT",
+        )
+    return rank_environment.layout(plan.nproc, met.shared["gpus"])
+
+
+def _waiting_ranks(start: _Start) -> list[Rank]:
+    """Start the ranks of this host, which wait."""
+    bound_to = start.cores()
+    return [
+        Rank.start(
+            rank,
+            start.plan.command,
+            environ,
+            bound_to[index] if bound_to else None,
+            stdin=subprocess.PIPE,
+        )
+        for index, (rank, environ) in enumerate(start.environs().items())
+    ]
+
+
+def _all_wait(ranks: Sequence[Rank]) -> bool:
+    return all(rank.process.poll() is None for rank in ranks)
+
+
+def _hosts_to_begin(waiting: Sequence[Rank]) -> list[str]:
+    """Wait for the names of the hosts of the attempt; return none if it cannot begin.
+
+    It cannot if one of the ranks has ended, or if none of them is needed.
+    """
+    line = b""
+    while _all_wait(waiting):
+        if select.select([0], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return json.loads(line) if line.endswith(b"\n") else []
+            line += data
+    return []
+
+
+def _watched(start: _Start, started: Sequence[Rank]) -> End:
     """Run the ranks of this host; end them when another host is lost."""
+    plan, met = start.plan, start.met
     if met.world.world_size == 1:
-        return _run(plan, met, point, env)
+        return _run(start, started)
     events: supervisor.Events = queue.SimpleQueue()
     watch = HostWatch(met, lambda: events.put(signal.SIGKILL))
     # When one agent has ended, srun ends the others, which still have to find out which host is
     # lost and to write it.
     before = signal.signal(signal.SIGTERM, lambda number, _: events.put(number))
     try:
-        end = _run(plan, met, point, env, events, watch.look)
+        end = _run(start, started, events, watch.look)
     finally:
         watch.close()
         if plan.temporary:
@@ -227,64 +362,43 @@ def _watched(plan: Plan, met: Rendezvous, point: RendezvousPoint, env: Mapping[s
 
 
 def _run(
-    plan: Plan,
-    met: Rendezvous,
-    point: RendezvousPoint,
-    env: Mapping[str, str],
+    start: _Start,
+    started: Sequence[Rank],
     events: supervisor.Events | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> End:
-    world, roster = met.world, met.roster
-    if world.num_nodes != world.world_size:
-        raise UsageError(
-            "HT111",
-            f"{world.world_size} tasks on {world.num_nodes} hosts have each started hpctrain run "
-            "with --nproc-per-node",
-            "one task on each host, or hpctrain run without --nproc-per-node in each task",
-            "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N SCRIPT",
-            "srun hpctrain run SCRIPT",
-        )
-    counts = rank_environment.layout(plan.nproc, met.shared["gpus"])
-    here = counts[world.rank]
-    connection = rank_environment.Connection(
-        start=f"{plan.launch or met.nonce}/{plan.attempt}",
-        main_address=roster.addresses[0],
-        own_address=roster.addresses[world.rank],
-        secret=env.get(env_vars.SECRET) or met.nonce,
-        ports=tuple(met.shared["ports"]),
-        restarts=plan.attempt,
-    )
-    environs = rank_environment.environs_of_host(world, counts, env, connection)
-    more = {env_vars.HOSTNAME: point.host} if point.simulated else {}
-    if plan.launch and env_vars.MEMORY in env:
-        more[env_vars.MEMORY] = env[env_vars.MEMORY]
+    plan, world, counts, env = start.plan, start.met.world, start.counts, start.env
+    # Rank 0 writes the first one. By this path in their environment the guard of a host finds its
+    # processes, so each host has another one.
+    exit_status_file = Path(plan.folder) / f"exit-status-{world.rank}"
+    environs = start.environs()
+    for rank, (number, environ) in zip(started, environs.items(), strict=False):
+        rank.begin(number, supervisor.with_files(environ, exit_status_file))
     if len(counts) == 1:
-        rank_environment.print_threads(env, here)
+        rank_environment.print_threads(env, start.here)
     elif world.rank == 0 and not plan.waits:
-        _print_layout(counts, cores.share(here, env), env)
+        _print_layout(counts, cores.share(start.here, env), env)
     name = f"{plan.label}{plan.attempt}"
     with staged(Staging(*plan.staging), name, env) as (own, folder):
         command = list(plan.command)
         if plan.container:
-            gpus = met.shared["gpus"][world.rank] > 0
+            gpus = start.met.shared["gpus"][world.rank] > 0
             inside = {**env, **own}
             command = apptainer(command, plan.container, gpus, folder or os.getcwd(), inside)
         outcome = supervisor.run(
             command,
-            {rank: {**environ, **more, **own} for rank, environ in environs.items()},
-            # Rank 0 writes the first one. By this path in their environment the guard of a host
-            # finds its processes, so each host has another one.
-            Path(plan.folder) / f"exit-status-{world.rank}",
+            {rank: {**environ, **own} for rank, environ in environs.items()},
+            exit_status_file,
             labelled=sum(counts) > 1,
             events=events,
-            cores=None if plan.temporary else cores.divided(here, env),
+            cores=start.cores(),
             temporary=plan.temporary,
             folder=folder,
             announces=plan.temporary,  # in a job, the supervisor has printed it
             meanwhile=meanwhile,
-            stdin=None if plan.waits else subprocess.DEVNULL,
+            started=started,
         )
-    return end_of(outcome, sum(counts), point.host)
+    return end_of(outcome, sum(counts), start.point.host)
 
 
 def _print_layout(counts: Sequence[int], share: int, env: Mapping[str, str]) -> None:

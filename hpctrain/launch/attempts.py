@@ -79,6 +79,7 @@ class HostChoice:
     Attributes:
         wanted: number of hosts that have ranks.
         used: names of the hosts of the next attempt; fewer than `wanted` if too many are lost.
+        spares: names of the others that can be used.
         lost: names of the hosts of the attempt before that cannot be used any more.
     """
 
@@ -92,6 +93,7 @@ class HostChoice:
         self._unfit: set[str] = set()
         self.wanted = len(hosts.names) - spares
         self.used = _best(present, self.wanted, host_ledger.avoided(self._top))
+        self.spares = [host for host in present if host not in self.used]
         self.lost: list[str] = []
 
     def after(self, end: HostsEnd) -> None:
@@ -114,6 +116,7 @@ class HostChoice:
         self._note(unfit, host_ledger.PREFLIGHT)
         self._note(set(self.lost) - unfit, host_ledger.LOST)
         self.used = _best(usable, self.wanted, host_ledger.avoided(self._top, self._job))
+        self.spares = [host for host in usable if host not in self.used]
 
     def _note(self, hosts: set[str], kind: str) -> None:
         host_ledger.note(self._top, sorted(hosts), kind, self._job)
@@ -252,7 +255,7 @@ def _attempts(
             return exit_codes.STOPPED, "a signal"
         attempt = replace(first, folder=folder, number=number, stopping=bool(received))
         following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)
-        end = hosts.run(choice.used, attempt, following if policy.most > 1 else None)
+        end = hosts.run(choice.used, attempt, following if policy.most > 1 else None, choice.spares)
         folder = end.folder or folder
         if not end.usage:
             failed = end.first.time if end.first else None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hpctrain import rundir
 from hpctrain.launch.supervisor import Outcome
@@ -17,6 +18,8 @@ __all__ = ["End", "Ends", "FirstFailure", "HostsEnd", "end_of", "first_of", "rea
 # From the first host that has told a failure to the last one; then the launcher waits for a host
 # that is lost, and Slurm does that for minutes.
 _SECONDS_FOR_ENDS = 15
+# From the last of all ends to the end of the launcher, if a host without ranks may be lost.
+_SECONDS_AFTER_ENDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +164,7 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
         code: exit code of the process that started the agents.
         stopped: whether this process got a signal.
     """
-    ends = []
-    for path in sorted(folder.glob("end-*")):
-        try:
-            ends.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            continue  # its host was lost as it wrote
+    ends = _read(folder)
     failures = [FirstFailure(**end["first"]) for end in ends if end["first"]]
     first = first_of(failures)
     # The launcher of the agents may have ended the others, which gives it another exit code.
@@ -186,26 +184,43 @@ def read_ends(folder: Path, code: int, stopped: bool) -> HostsEnd:
     )
 
 
+def _read(folder: Path) -> list[dict[str, Any]]:
+    """Return the fields of the ends in the folder of an attempt."""
+    ends = []
+    for path in sorted(folder.glob("end-*")):
+        try:
+            ends.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue  # its host was lost as it wrote
+    return ends
+
+
 class Ends:
     """The ends that the agents of an attempt have written so far.
 
     Args:
         folder: folder of the attempt.
         hosts: number of hosts.
+        others: whether the launcher has also started agents on other hosts, which may be lost.
 
     Attributes:
         given_up: whether the launcher is no longer waited for.
     """
 
-    def __init__(self, folder: Path, hosts: int) -> None:
+    def __init__(self, folder: Path, hosts: int, others: bool = False) -> None:
         self.given_up = False
-        self._folder, self._hosts = folder, hosts
+        self._folder, self._hosts, self._others = folder, hosts, others
         self._seconds = 0  # since the first host has told a failure
+        self._complete = 0  # since all hosts have told their end
 
     def known(self) -> set[int]:
         """Return the indices of the hosts that have told their end."""
         names = (path.name.removeprefix("end-") for path in self._folder.glob("end-*"))
         return {int(name) for name in names if name.isdecimal()}
+
+    def code(self) -> int:
+        """Return the largest exit code in the ends."""
+        return max((end["code"] for end in _read(self._folder)), default=0)
 
     def overdue(self) -> bool:
         """Check whether the launcher waits for a lost host; to be called about once a second."""
@@ -214,8 +229,11 @@ class Ends:
             return False
         end = read_ends(self._folder, 0, False)
         self._seconds += bool(end.code or end.suspects)
+        self._complete += self._others and len(known) >= self._hosts
         # A lost host cannot tell its end.
-        self.given_up = self._seconds >= _SECONDS_FOR_ENDS or (
-            bool(end.suspects) and len(known) >= self._hosts - 1
+        self.given_up = (
+            self._seconds >= _SECONDS_FOR_ENDS
+            or self._complete >= _SECONDS_AFTER_ENDS
+            or (bool(end.suspects) and len(known) >= self._hosts - 1)
         )
         return self.given_up

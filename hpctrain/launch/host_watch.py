@@ -25,6 +25,7 @@ from hpctrain.rendezvous.messages import keep_alive
 __all__ = ["SECONDS_TO_DETECT", "HostWatch"]
 
 SECONDS_TO_DETECT = 10
+_SECONDS_TO_CONNECT = 10
 _INTERVAL = 2
 # When a whole start is ended, the agents end one after the other.
 _SECONDS_TO_EXPLAIN = 1.5
@@ -47,13 +48,17 @@ class HostWatch:
     def __init__(self, met: Rendezvous, on_loss: Callable[[], None]) -> None:
         self.lost = ""
         self._met, self._on_loss = met, on_loss
-        self._ended: dict[int, float] = {}  # connections that ended without `bye`, and when
+        # When connections ended without `bye`, or those end that are not yet there.
+        self._ended: dict[int, float] = {}
         self._peers: dict[socket.socket, int] = {}  # -1 as long as it has not said who it is
         self._rests: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
         if met.listener is not None:
             met.listener.setblocking(False)
             self._selector.register(met.listener, selectors.EVENT_READ)
+            # The host of an agent that has waited may have been lost meanwhile.
+            others = range(1, met.world.world_size)
+            self._ended = dict.fromkeys(others, time.monotonic() + _SECONDS_TO_CONNECT)
         else:
             self._connect()
 
@@ -89,7 +94,7 @@ class HostWatch:
     def _connect(self) -> None:
         roster = self._met.roster
         try:
-            peer = socket.create_connection((roster.addresses[0], roster.port), SECONDS_TO_DETECT)
+            peer = socket.create_connection((roster.addresses[0], roster.port), _SECONDS_TO_CONNECT)
         except OSError:
             self._ended[0] = time.monotonic()
             return
@@ -125,6 +130,7 @@ class HostWatch:
         match words:
             case [nonce, number] if index == -1 and nonce == self._met.nonce:
                 self._peers[peer] = int(number) if number.isdecimal() else -1
+                self._ended.pop(self._peers[peer], None)
             case ["lost", number] if index == 0 and number.isdecimal() and int(number) < hosts:
                 self._lose(int(number))
             case ["bye"] if index is not None and index >= 0:

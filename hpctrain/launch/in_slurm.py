@@ -114,7 +114,9 @@ class InSlurm(JobHosts):
         environ[env_vars.AGENT] = self._plan(hosts, attempt)
         agent = [sys.executable, "-m", "hpctrain.launch.agent"]
         # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
+        # A site's WaitTime would end the agents some seconds after the first one of them.
         how = ["--quiet", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered"]
+        how += ["--wait=0", *(["--no-kill"] if attempt.waits else [])]
         command = ["srun"]
         for group, _, names in self._groups(hosts):
             count = len(names)

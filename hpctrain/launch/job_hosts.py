@@ -126,7 +126,11 @@ class JobHosts(ABC):
         """Return what to type if a host cannot be used."""
 
     def run(
-        self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None = None
+        self,
+        hosts: Sequence[str],
+        attempt: Attempt,
+        following: Attempt | None = None,
+        spares: Sequence[str] = (),
     ) -> HostsEnd:
         """Start the ranks on these hosts, and wait until they have ended.
 
@@ -135,6 +139,7 @@ class JobHosts(ABC):
             attempt: this attempt.
             following: the next one, whose ranks may be started meanwhile, to wait; None if there
                 will be none.
+            spares: names of other hosts, on which the ranks of the next one wait, too.
         """
         standby, self._standby = self._standby, None
         if standby is not None and standby.begin(hosts):
@@ -162,8 +167,9 @@ class JobHosts(ABC):
             events.put(number)
             return "ends the ranks, which have no Session"
 
-        prepare = self._preparation(hosts, attempt, following)
-        ends = Ends(attempt.folder, len(hosts))
+        waits_on = [host for host in self.names if host in {*hosts, *spares}]
+        prepare = self._preparation(waits_on, attempt, following)
+        ends = Ends(attempt.folder, len(hosts), bool(standby and len(standby.hosts) > len(hosts)))
 
         def each_second() -> None:
             if ends.overdue():
@@ -179,7 +185,7 @@ class JobHosts(ABC):
             events=events,
             temporary=False,
             forward=forward,
-            started=standby.rank if standby else None,
+            started=[standby.rank] if standby else (),
             meanwhile=each_second,
         )
         end = self._end(attempt.folder, outcome)
@@ -188,6 +194,8 @@ class JobHosts(ABC):
         if not ends.given_up:
             return end
         silent = [host for index, host in enumerate(hosts) if index not in ends.known()]
+        if not silent and end.first is None:
+            end = replace(end, code=ends.code())  # not that of the killed launcher
         return replace(end, suspects=tuple(sorted({*end.suspects, *silent})))
 
     def close(self) -> None:

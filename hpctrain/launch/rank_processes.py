@@ -1,6 +1,7 @@
 """Processes of a start: one for each rank, and the guard that ends them if the launcher cannot."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -96,6 +97,20 @@ class Rank:
                 "ulimit -u and ulimit -n with larger numbers",
             ) from None
         return cls(number, process)
+
+    def begin(self, number: int, environ: Mapping[str, str]) -> None:
+        """Let a rank begin that waits on a pipe; see `standby`.
+
+        Args:
+            number: its number.
+            environ: its environment, from which it may have been started with other values.
+        """
+        self.number = number
+        stream = self.process.stdin
+        assert stream is not None
+        with contextlib.suppress(OSError):  # it has ended, which is noticed by `wait`
+            stream.write(f"{json.dumps(dict(environ))}\n".encode())
+            stream.close()
 
     def wait(self) -> None:
         """Wait until the process has ended; it keeps its id until `reap`, so signals are safe."""

@@ -1,12 +1,17 @@
 """Ranks of the next attempt, which wait with their imports done while those of this one train.
 
 After a failure they begin without the seconds in which Slurm makes a step, the agents find each
-other, and Python imports torch. Each waits for a byte of its standard input (`standby_rank`). All
-ranks of a host share the input of their agent, so there are more bytes than ranks; if the input
-ends without one, they are not needed.
+other, and Python imports torch. They also wait on the spare hosts, as any host may be lost. The
+attempt begins when the agents can read the names of its hosts from their standard input, which is
+the same for all of them. Each tells its ranks their environment, on their standard input
+(`standby_rank`). An input that ends without a whole line means that they are not needed:
+
+    hpctrain run → agents    ["node1", "node3", …]
+    agent → rank             {"RANK": "0", "WORLD_SIZE": …}
 """
 
 import contextlib
+import json
 import os
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +23,6 @@ from hpctrain.launch.rank_processes import Rank
 
 __all__ = ["Standby", "Step", "command_that_waits"]
 
-_MOST_RANKS = 4096  # of a host; a pipe holds as many bytes
 _SECONDS_TO_END = 5.0
 
 Step = tuple[list[str], dict[str, str], Path]
@@ -72,13 +76,17 @@ class Standby:
         return cls(list(hosts), folder, step, rank)
 
     def begin(self, hosts: Sequence[str]) -> bool:
-        """Let the ranks begin; return whether they run, and on these hosts."""
+        """Let the ranks begin; return whether they run, and on these hosts.
+
+        The first host has to be the same, as the agents have met there.
+        """
         process = self.rank.process
-        if self.hosts != list(hosts) or process.poll() is not None:
+        fits = hosts[0] == self.hosts[0] and set(hosts) <= set(self.hosts)
+        if not fits or process.poll() is not None:
             return False
         assert process.stdin is not None
         try:
-            process.stdin.write(b"g" * _MOST_RANKS)
+            process.stdin.write(f"{json.dumps(list(hosts))}\n".encode())
             process.stdin.close()
         except OSError:
             return False

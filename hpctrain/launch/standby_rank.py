@@ -4,18 +4,21 @@
     python -P -m hpctrain.launch.standby_rank MODULES -m MODULE ARGS
 
 While ranks train, `hpctrain run` starts those of the next attempt. After a failure they begin
-without the seconds that Python needs to import torch. A rank begins when it can read a byte from
-its standard input; at the end of the input it is not needed.
+without the seconds that Python needs to import torch. A rank begins when it has read a line with
+its environment, as JSON, from its standard input; if the input ends without one, it is not needed.
 """
 
 import builtins
 import contextlib
 import importlib
+import json
 import os
 import runpy
 import sys
 import types
 from importlib.machinery import SourceFileLoader
+
+from hpctrain.cluster.env_vars import BEGAN
 
 __all__ = ["main"]
 
@@ -27,8 +30,13 @@ def main() -> None:
     for name in filter(None, names.split(",")):
         with contextlib.suppress(ImportError):  # the program shows the error
             importlib.import_module(name)
-    if not os.read(0, 1):
+    with open(0, "rb", closefd=False) as stream:
+        line = stream.read()
+    if not line.endswith(b"\n"):
         sys.exit()
+    environ = json.loads(line)
+    changed = {name: environ[name] for name in environ if os.environ.get(name) != environ[name]}
+    os.environ.update(environ, **{BEGAN: json.dumps(changed)})
     _write_oom_score(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _run(words)

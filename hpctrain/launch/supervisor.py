@@ -3,7 +3,6 @@
 import contextlib
 import queue
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -93,8 +92,7 @@ def run(
     forward: Callable[[int], str] | None = None,
     folder: str | None = None,
     announces: bool = True,
-    stdin: int | None = subprocess.DEVNULL,
-    started: Rank | None = None,
+    started: Sequence[Rank] = (),
     meanwhile: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
@@ -119,8 +117,7 @@ def run(
             SIGTERM, and not by SIGKILL.
         folder: working directory of the ranks (default: that of this process).
         announces: whether to print that a signal is forwarded.
-        stdin: standard input of the ranks, as `subprocess.Popen` takes it.
-        started: the only rank, if its process is there already.
+        started: the ranks, if their processes are there already.
         meanwhile: function that is called about once a second while ranks run.
 
     Raises:
@@ -137,7 +134,10 @@ def run(
             for index, (number, environ) in enumerate(environs.items()):
                 own = with_files(environ, exit_status_file)
                 bound_to = cores[index] if cores else None
-                ranks.append(started or Rank.start(number, command, own, bound_to, folder, stdin))
+                if started:
+                    ranks.append(started[index])
+                else:
+                    ranks.append(Rank.start(number, command, own, bound_to, folder))
                 guard.add(ranks[-1])
             output = Output(
                 ranks,

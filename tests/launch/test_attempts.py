@@ -17,7 +17,7 @@ from hpctrain.errors import ContradictionError, StartError, UsageError, exit_cod
 from hpctrain.errors.exit_codes import MOST_FRUITLESS
 from hpctrain.launch import attempts, starts
 from hpctrain.launch.attempts import Policy
-from hpctrain.launch.host_ends import End, FirstFailure, HostsEnd, read_ends
+from hpctrain.launch.host_ends import End, Ends, FirstFailure, HostsEnd, read_ends
 from hpctrain.launch.in_slurm import InSlurm
 from hpctrain.launch.job_hosts import Attempt
 from hpctrain.rundir import effective_time, host_ledger
@@ -94,6 +94,7 @@ class Hosts:
         self.names = ALL
         self.freed = None
         self.directory, self.ends, self.attempts = directory, list(ends), []
+        self.spares = []
         self.answering = list(ALL)
 
     def ranks(self, host):
@@ -112,12 +113,13 @@ class Hosts:
     def close(self):
         self.closed = True
 
-    def run(self, hosts, attempt, following=None):
+    def run(self, hosts, attempt, following=None, spares=()):
         if attempt.frees:
             self.freed = list(hosts), attempt.environ["HPCTRAIN_MEMORY"]
             return HostsEnd(0, False)
         assert all(before.launch == attempt.launch for _, before in self.attempts)
         self.attempts.append((list(hosts), attempt))
+        self.spares.append(list(spares))
         assert stat.S_IMODE(attempt.folder.stat().st_mode) == 0o700
         assert not list(attempt.folder.iterdir())
         code, self.answering, step, session, first, copied = self.ends.pop(0)
@@ -196,6 +198,13 @@ def test_spare_replaces_a_lost_host_once(tmp_path, capsys):
     assert "attempt 2: 2 of 3 hosts, without node2; from step 10 on" in capsys.readouterr().err
 
 
+def test_ranks_wait_on_the_spare_hosts_too(tmp_path):
+    _, hosts = run_attempts(tmp_path, ended(None, step=10), ended(0, TWO), spares=1)
+    assert hosts.spares == [["node3"], ["node3"]]
+    _, hosts = run_attempts(tmp_path, ended(None, TWO, 10), ended(0), spares=1, name="lost")
+    assert hosts.spares == [["node3"], []]
+
+
 def test_spares_replace_a_host_that_is_missing_at_the_start_or_had_faults(tmp_path):
     def used(name, answering, end):
         directory = rundir.RunDirectory(tmp_path / name)
@@ -218,7 +227,7 @@ def test_host_that_does_not_answer_is_lost_until_it_answers(tmp_path):
         def answers(self, host):
             return len(self.attempts) == 2
 
-        def run(self, hosts, attempt, following=None):
+        def run(self, hosts, attempt, following=None, spares=()):
             end = super().run(hosts, attempt, following)
             return dataclasses.replace(end, suspects=silent.pop(0))
 
@@ -235,7 +244,7 @@ def test_host_that_failed_its_check_is_not_used_again(tmp_path):
     wrong = dataclasses.replace(failed(1), error="HT318")
 
     class Unfit(Hosts):
-        def run(self, hosts, attempt, following=None):
+        def run(self, hosts, attempt, following=None, spares=()):
             end = super().run(hosts, attempt, following)
             return dataclasses.replace(end, unfit=() if end.first else ("node1",))
 
@@ -473,6 +482,17 @@ def test_first_failure_of_all_hosts_is_the_earliest_without_another_cause(tmp_pa
     write(1, first=None)
     write(2, first=None)
     assert read_ends(tmp_path, 143, stopped=False).first == consequence
+
+
+def test_launcher_is_not_waited_for_where_a_host_without_ranks_is_lost(tmp_path):
+    """Slurm ends a step with a lost host after minutes."""
+    alone, with_others = Ends(tmp_path, 2), Ends(tmp_path, 2, others=True)
+    for host, code in ((0, 0), (1, 3)):
+        assert not any(ends.overdue() for ends in [alone, with_others] for _ in range(10))
+        end = End(code, 6, None, None)
+        (tmp_path / f"end-{host}").write_text(json.dumps(dataclasses.asdict(end)))
+    assert [with_others.overdue() for _ in range(4)] == [False, False, True, False]
+    assert (with_others.given_up, with_others.code()) == (True, 3)
 
 
 def test_rank_that_failed_because_of_another_is_not_said_to_have_failed_first(tmp_path, capsys):

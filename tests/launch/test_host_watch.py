@@ -16,28 +16,29 @@ from hpctrain.rendezvous import Rendezvous, Roster
 HOSTS = ("maple", "oak", "ash")
 
 
+def watch(rank, listener, losses):
+    """Return the watch of an agent; those of the first one accept by the listener."""
+    roster = Roster((), ("127.0.0.1",) * 3, HOSTS, (0, 1, 2), listener.getsockname()[1])
+    world = World(rank, 3, 0, 1, rank, 3, HOSTS)
+    met = Rendezvous(world, roster, None, None, "the-nonce", None if rank else listener)
+    return HostWatch(met, lambda: losses.append(rank))
+
+
 @pytest.fixture
-def agents(monkeypatch):
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def agents(monkeypatch, listener):
     """Return the watches of three agents, the first one first, and the losses that they saw."""
     monkeypatch.setattr(host_watch, "_SECONDS_TO_EXPLAIN", 0.2)
-    listener = socket.create_server(("127.0.0.1", 0))
-    roster = Roster((), ("127.0.0.1",) * 3, HOSTS, (0, 1, 2), listener.getsockname()[1])
     losses = []
-    watches = [
-        HostWatch(
-            Rendezvous(
-                World(rank, 3, 0, 1, rank, 3, HOSTS), roster, None, None, "the-nonce",
-                None if rank else listener,
-            ),
-            lambda rank=rank: losses.append(rank),
-        )
-        for rank in range(3)
-    ]  # fmt: skip
+    watches = [watch(rank, listener, losses) for rank in range(3)]
     yield watches, losses
-    for watch in watches:
-        for peer in watch._peers:
-            peer.close()
-    listener.close()
+    for one in watches:
+        vanish(one)
 
 
 def look(watches, condition=lambda: False, seconds=1.0):
@@ -74,6 +75,18 @@ def test_all_agents_know_the_lost_host(agents):
     assert [watch.lost for watch in watches[:2]] == ["ash", "ash"]
     look(watches[:2], seconds=0.1)
     assert losses == [0, 1]  # once on each
+
+
+def test_agent_that_never_connects_is_lost(listener, monkeypatch):
+    """Its host was lost while its ranks waited."""
+    monkeypatch.setattr(host_watch, "_SECONDS_TO_EXPLAIN", 0.2)
+    monkeypatch.setattr(host_watch, "_SECONDS_TO_CONNECT", 0.2)
+    losses = []
+    watches = [watch(rank, listener, losses) for rank in range(2)]
+    look(watches, lambda: len(losses) == 2)
+    assert [one.lost for one in watches] == ["ash", "ash"]
+    for one in watches:
+        vanish(one)
 
 
 def test_lost_first_host(agents):

@@ -68,7 +68,13 @@ def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):
     env = {"SLURM_JOB_ID": "77"}
 
     def start(rank, attempt, code="import time; print(flush=True); time.sleep(60)", **more):
-        environ = {**os.environ, **env, "HPCTRAIN_RANK": rank, "HPCTRAIN_START": attempt, **more}
+        environ = {
+            **os.environ,
+            **env,
+            "HPCTRAIN_LOCAL_RANK": rank,
+            "HPCTRAIN_START": attempt,
+            **more,
+        }
         environ["SLURM_STEP_ID"] = "3"
         process = subprocess.Popen(
             [sys.executable, "-c", code],

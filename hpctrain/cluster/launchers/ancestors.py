@@ -5,6 +5,7 @@ two come from Linux's /proc. Without /proc no process is refused because of them
 """
 
 import itertools
+import json
 import os
 import re
 import socket
@@ -210,4 +211,8 @@ def _inherited() -> dict[str, str] | None:
     process = sys.modules.get("multiprocessing.process")
     parent = process.parent_process() if process else None
     # The initial environment of the parent: later changes are values it set for its children.
-    return None if parent is None else proc.environment(parent.pid)
+    initial = None if parent is None else proc.environment(parent.pid)
+    if initial is None or env_vars.BEGAN in initial:
+        return initial
+    began: dict[str, str] = json.loads(os.environ.get(env_vars.BEGAN, "{}"))
+    return initial | began

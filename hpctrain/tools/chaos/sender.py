@@ -17,7 +17,8 @@ from hpctrain.cluster import env_vars, proc
 
 __all__ = ["main", "ranks"]
 
-_RANK = "HPCTRAIN_RANK"
+# Not the rank: those that have waited can get another number.
+_RANK = "HPCTRAIN_LOCAL_RANK"
 _JOB, _STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 
 
@@ -30,11 +31,11 @@ def main() -> None:
             sys.stdout.write((proc.environment(pid) or {}).get(_STEP, ""))
             return
         os.kill(pid, signal.Signals[sys.argv[1]])
-        sys.stdout.write(f"rank {rank}, process {pid}\n")
+        sys.stdout.write(f"local rank {rank}, process {pid}\n")
 
 
 def ranks(env: Mapping[str, str]) -> dict[int, int]:
-    """Return the processes of the ranks that train in a job on this host, by rank.
+    """Return the processes of the ranks that train in a job on this host, by local rank.
 
     Those of the next attempt, which wait, are left out, and the child processes of ranks.
 
