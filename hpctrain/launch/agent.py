@@ -130,7 +130,7 @@ def _make_temporary_folder() -> None:
 def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]) -> End:
     """Start the ranks of this host, and wait until they have ended.
 
-    The process exits with 0 if the ranks have waited and are not needed.
+    If the ranks have waited and are not needed, the process exits: with 1 if one has ended, else 0.
 
     Args:
         plan: what to do.
