@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.cluster import env_vars, launchers
@@ -33,51 +33,18 @@ from hpctrain.errors import (
 from hpctrain.launch import cores, host_ends, preflight, rank_environment, supervisor
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_ends import End, end_of
+from hpctrain.launch.host_start import HostStart, Plan
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import Rank
 from hpctrain.launch.staging import Staging, staged
 from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
-from hpctrain.rendezvous import Answer, Rendezvous, Roster, meet, shared_errors
+from hpctrain.rendezvous import Answer, Roster, meet, shared_errors
 
-__all__ = ["Plan", "main", "run"]
+__all__ = ["main", "run"]
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the agents of a start do, the same on all hosts.
-
-    Attributes:
-        command: program and arguments of each rank.
-        nproc: number of ranks of each host, as `rank_environment.layout` takes it.
-        folder: folder of this start that all hosts share, with the exit status file, the failure
-            records of the ranks and the ends of the agents.
-        launch: name of the launcher's run, the same for all its attempts (default: a new one).
-        attempt: number of earlier attempts.
-        temporary: whether the folder is on this host only, and is removed if this process is
-            killed. In a job it is not, and each rank gets cores of its own.
-        staging: what each host copies to its own disk: code, environment, data.
-        container: image in which the ranks run; empty for none.
-        label: label of the job and number of the start, for the folder of the copies.
-        waits: whether the ranks wait until this process has read the hosts of the attempt from its
-            standard input; see `standby`.
-        frees: whether the agent frees the copies in memory, and starts no ranks.
-    """
-
-    command: Sequence[str]
-    nproc: str
-    folder: str
-    launch: str = ""
-    attempt: int = 0
-    temporary: bool = False
-    staging: Sequence[str] = ("", "", "")
-    container: str = ""
-    label: str = "0-0"
-    waits: bool = False
-    frees: bool = False
 
 
 class UnfitHostsError(StartError):
@@ -158,7 +125,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         )
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
-        start = _Start(plan, met, _counts(plan, met), point, env)
+        start = HostStart.of(plan, met, point, env)
         started: list[Rank] = []
         if plan.waits:
             started = _waiting_ranks(start)
@@ -221,89 +188,7 @@ def _check_hosts(roster: Roster) -> Answer:
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A start on which the agents have agreed, as one of them knows it.
-
-    Attributes:
-        plan: what to do.
-        met: rendezvous of the agents.
-        counts: number of ranks of each host.
-        point: rendezvous point of the agents.
-        env: environment to start from.
-    """
-
-    plan: Plan
-    met: Rendezvous
-    counts: Sequence[int]
-    point: RendezvousPoint
-    env: Mapping[str, str]
-
-    @property
-    def here(self) -> int:
-        """Number of ranks of this host."""
-        return self.counts[self.met.world.rank]
-
-    def among(self, hosts: Sequence[str]) -> "_Start":
-        """Return the start on some of its hosts; this one and the first one are among them."""
-        old, world = self.met.roster, self.met.world
-        kept = [old.hosts.index(host) for host in hosts]
-        roster = replace(
-            old,
-            entries=(),
-            addresses=tuple(old.addresses[index] for index in kept),
-            hosts=tuple(hosts),
-            host_of_rank=tuple(range(len(kept))),
-        )
-        index, size = kept.index(world.rank), len(kept)
-        world = replace(
-            world, rank=index, world_size=size, node_rank=index, num_nodes=size, hosts=roster.hosts
-        )
-        counts = [self.counts[index] for index in kept]
-        return replace(self, met=replace(self.met, world=world, roster=roster), counts=counts)
-
-    def environs(self) -> dict[int, dict[str, str]]:
-        """Return the environment of each rank of this host."""
-        plan, met, env = self.plan, self.met, self.env
-        connection = rank_environment.Connection(
-            start=f"{plan.launch or met.nonce}/{plan.attempt}",
-            main_address=met.roster.addresses[0],
-            own_address=met.roster.addresses[met.world.rank],
-            secret=env.get(env_vars.SECRET) or met.nonce,
-            ports=tuple(met.shared["ports"]),
-            restarts=plan.attempt,
-        )
-        environs = rank_environment.environs_of_host(met.world, self.counts, env, connection)
-        more = {env_vars.HOSTNAME: self.point.host} if self.point.simulated else {}
-        if plan.launch and env_vars.MEMORY in env:
-            more[env_vars.MEMORY] = env[env_vars.MEMORY]
-        return {rank: {**environ, **more} for rank, environ in environs.items()}
-
-    def cores(self) -> list[set[int]] | None:
-        """Return the cores of each rank of this host; None if the ranks are not to be bound."""
-        return None if self.plan.temporary else cores.divided(self.here, self.env)
-
-
-def _counts(plan: Plan, met: Rendezvous) -> Sequence[int]:
-    """Return the number of ranks of each host.
-
-    Raises:
-        UsageError: there are two agents on a host, or the plan's numbers do not fit the hosts.
-    """
-    world = met.world
-    if world.num_nodes != world.world_size:
-        raise UsageError(
-            "HT111",
-            f"{world.world_size} tasks on {world.num_nodes} hosts have each started hpctrain run "
-            "with --nproc-per-node",
-            "one task on each host, or hpctrain run without --nproc-per-node in each task",
-            "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N SCRIPT",
-            "srun hpctrain run SCRIPT",
-        )
-    return rank_environment.layout(plan.nproc, met.shared["gpus"])
-
-
-def _waiting_ranks(start: _Start) -> list[Rank]:
+def _waiting_ranks(start: HostStart) -> list[Rank]:
     """Start the ranks of this host, which wait."""
     bound_to = start.cores()
     return [
@@ -337,7 +222,7 @@ def _hosts_to_begin(waiting: Sequence[Rank]) -> list[str]:
     return []
 
 
-def _watched(start: _Start, started: Sequence[Rank]) -> End:
+def _watched(start: HostStart, started: Sequence[Rank]) -> End:
     """Run the ranks of this host; end them when another host is lost."""
     plan, met = start.plan, start.met
     if met.world.world_size == 1:
@@ -362,7 +247,7 @@ def _watched(start: _Start, started: Sequence[Rank]) -> End:
 
 
 def _run(
-    start: _Start,
+    start: HostStart,
     started: Sequence[Rank],
     events: supervisor.Events | None = None,
     meanwhile: Callable[[], None] | None = None,

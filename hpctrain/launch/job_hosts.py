@@ -15,8 +15,8 @@ from pathlib import Path
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
 from hpctrain.launch import rank_environment, supervisor
-from hpctrain.launch.agent import Plan
 from hpctrain.launch.host_ends import Ends, HostsEnd, read_ends
+from hpctrain.launch.host_start import Plan
 from hpctrain.launch.standby import Standby, Step, command_that_waits
 from hpctrain.process import failure_record
 

@@ -14,9 +14,9 @@ from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes
 from hpctrain.launch import agent, attempts, rank_environment, supervisor
-from hpctrain.launch.agent import Plan
 from hpctrain.launch.attempts import Policy
 from hpctrain.launch.host_ends import End, end_of
+from hpctrain.launch.host_start import Plan
 from hpctrain.launch.job_hosts import JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.stores import Stores

@@ -13,8 +13,8 @@ import pytest
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.slurm import SlurmStep
 from hpctrain.cluster.world import World
-from hpctrain.launch.agent import Plan
 from hpctrain.launch.host_ends import read_ends
+from hpctrain.launch.host_start import Plan
 from hpctrain.launch.standby import Standby, command_that_waits
 
 SCRIPT = """
