@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import rundir
-from hpctrain.launch.supervisor import Outcome
+from hpctrain.launch.supervisor import SECONDS_BETWEEN_CALLS, Outcome
 
 __all__ = ["End", "Ends", "FirstFailure", "HostsEnd", "end_of", "first_of", "read_ends", "write"]
 
@@ -210,8 +210,8 @@ class Ends:
     def __init__(self, folder: Path, hosts: int, others: bool = False) -> None:
         self.given_up = False
         self._folder, self._hosts, self._others = folder, hosts, others
-        self._seconds = 0  # since the first host has told a failure
-        self._complete = 0  # since all hosts have told their end
+        self._seconds = 0.0  # since the first host has told a failure
+        self._complete = 0.0  # since all hosts have told their end
 
     def known(self) -> set[int]:
         """Return the indices of the hosts that have told their end."""
@@ -223,13 +223,15 @@ class Ends:
         return max((end["code"] for end in _read(self._folder)), default=0)
 
     def overdue(self) -> bool:
-        """Check whether the launcher waits for a lost host; to be called about once a second."""
+        """Check whether the launcher waits for a lost host; to be called as `meanwhile`."""
         known = self.known()
         if self.given_up or not known:
             return False
         end = read_ends(self._folder, 0, False)
-        self._seconds += bool(end.code or end.suspects)
-        self._complete += self._others and len(known) >= self._hosts
+        if end.code or end.suspects:
+            self._seconds += SECONDS_BETWEEN_CALLS
+        if self._others and len(known) >= self._hosts:
+            self._complete += SECONDS_BETWEEN_CALLS
         # A lost host cannot tell its end.
         self.given_up = (
             self._seconds >= _SECONDS_FOR_ENDS

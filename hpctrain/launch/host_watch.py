@@ -63,7 +63,7 @@ class HostWatch:
             self._connect()
 
     def look(self) -> None:
-        """Handle what has happened on the connections; to be called about once a second."""
+        """Handle what has happened on the connections; to be called often."""
         if self.lost:
             return
         while not self.lost and (ready := self._selector.select(0)):

@@ -23,7 +23,7 @@ from hpctrain.process import failure_record
 
 __all__ = ["Direct", "InSlurm", "Once"]
 
-_SECONDS_TO_ANSWER = 1.5  # with one repeat of the kernel, after a second
+_SECONDS_TO_ANSWER = 0.5  # without a repeat of the kernel, which comes after a second
 # After sbatch --export=NONE, the tasks of srun would get no variable.
 _EXPORT = "SLURM_EXPORT_ENV"
 # Variables from which srun takes the size and the binding of a step. An agent gets all of its host.

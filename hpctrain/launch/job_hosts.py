@@ -171,7 +171,7 @@ class JobHosts(ABC):
         prepare = self._preparation(waits_on, attempt, following)
         ends = Ends(attempt.folder, len(hosts), bool(standby and len(standby.hosts) > len(hosts)))
 
-        def each_second() -> None:
+        def meanwhile() -> None:
             if ends.overdue():
                 events.put(signal.SIGKILL)
             else:
@@ -186,7 +186,7 @@ class JobHosts(ABC):
             temporary=False,
             forward=forward,
             started=[standby.rank] if standby else (),
-            meanwhile=each_second,
+            meanwhile=meanwhile,
         )
         end = self._end(attempt.folder, outcome)
         if standby is not None:
@@ -211,7 +211,7 @@ class JobHosts(ABC):
     def _preparation(
         self, hosts: Sequence[str], attempt: Attempt, following: Attempt | None
     ) -> Callable[[], None]:
-        """Return a function to call each second, which starts ranks for the following attempt.
+        """Return a part of `meanwhile` that starts ranks for the following attempt.
 
         Those in a container, or of a folder that each host has copied, are not started early.
         """
@@ -219,12 +219,12 @@ class JobHosts(ABC):
         if following is None or not self.broadcasts or copied:
             return lambda: None
         wait = _SECONDS_IN_LATER_ATTEMPTS if attempt.number else _SECONDS_BEFORE_STANDBY
-        seconds = 0  # since rank 0 was seen to have a session
+        seconds = 0.0  # since rank 0 was seen to have a session
 
         def prepare() -> None:
             nonlocal seconds
             if seconds or failure_record.is_open(attempt.folder):
-                seconds += 1
+                seconds += supervisor.SECONDS_BETWEEN_CALLS
             if seconds != wait:
                 return
             modules = failure_record.modules(attempt.folder)

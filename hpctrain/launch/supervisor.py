@@ -18,7 +18,14 @@ from hpctrain.launch.rank_processes import Guard, Rank
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["SECONDS_OF_ONE_SIGNAL", "Events", "Outcome", "run", "with_files"]
+__all__ = [
+    "SECONDS_BETWEEN_CALLS",
+    "SECONDS_OF_ONE_SIGNAL",
+    "Events",
+    "Outcome",
+    "run",
+    "with_files",
+]
 
 # A rank that lost another rank ends by itself within seconds, with a useful error.
 _SECONDS_TO_FAIL = 5.0
@@ -27,7 +34,8 @@ _SECONDS_TO_STOP = 5.0
 SECONDS_OF_ONE_SIGNAL = 0.5
 # A child process of a rank may hold the rank's output open after the rank has ended.
 _SECONDS_TO_DRAIN = 1.0
-_SECONDS_BETWEEN_CALLS = 1.0
+# A lost host is found in such a call: with a longer time, the next attempt would begin later.
+SECONDS_BETWEEN_CALLS = 0.25
 
 _FORWARDED = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
@@ -118,7 +126,7 @@ def run(
         folder: working directory of the ranks (default: that of this process).
         announces: whether to print that a signal is forwarded.
         started: the ranks, if their processes are there already.
-        meanwhile: function that is called about once a second while ranks run.
+        meanwhile: function that is called each `SECONDS_BETWEEN_CALLS` while ranks run.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -304,7 +312,7 @@ class _Watch:
         """Return the next event; call `meanwhile` until then."""
         while self.meanwhile is not None:
             with contextlib.suppress(queue.Empty):
-                return self._next(time.monotonic() + _SECONDS_BETWEEN_CALLS)
+                return self._next(time.monotonic() + SECONDS_BETWEEN_CALLS)
             self.meanwhile()
         return self._next(None)
 
