@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_
 
 from hpctrain.process import random_states, seeds
 
-__all__ = ["Seeded", "draws", "kept"]
+__all__ = ["Seeded", "draws"]
 
 
 def draws(dataset: Dataset[Any]) -> bool:
@@ -38,13 +38,16 @@ class Seeded(Dataset[Any]):
     Args:
         dataset: data set with `__getitem__`.
         seed: seed of the run.
+        random: whether samples may be random; else nothing is seeded.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, random: bool = True) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.random = random
         # Subset's own __getitems__ may fetch sample by sample.
-        self._whole = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
+        by_sample = random and isinstance(dataset, Subset)
+        self._whole = hasattr(dataset, "__getitems__") and not by_sample
 
     def __getitems__(self, batch: tuple[int, Sequence[Any], Sequence[int]]) -> Any:
         """Return the samples of a batch.
@@ -52,10 +55,10 @@ class Seeded(Dataset[Any]):
         Args:
             batch: epoch, indices, and for each index the key of its random numbers.
         """
-        with kept():
+        with self.kept():
             return self.samples(*batch)
 
-    def samples(self, epoch: int, indices: Sequence[Any], keys: Sequence[int]) -> Sequence[Any]:
+    def samples(self, epoch: int, indices: Sequence[Any], keys: Sequence[int]) -> Any:
         """Return the samples of a batch, and leave the generators as the last sample did.
 
         Args:
@@ -63,8 +66,7 @@ class Seeded(Dataset[Any]):
         """
         if self._whole:
             self.set(epoch, keys[0])
-            samples: Sequence[Any] = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-            return samples
+            return self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         samples = []
         for index, key in zip(indices, keys, strict=True):
             self.set(epoch, key)
@@ -73,18 +75,18 @@ class Seeded(Dataset[Any]):
 
     def set(self, epoch: int, key: int) -> None:
         """Seed the generators for a sample."""
-        number = seeds.derive("sample", self.seed, epoch, key)
-        random_states.seed(number, torch.device("cpu"), everything=True)
+        if self.random:
+            number = seeds.derive("sample", self.seed, epoch, key)
+            random_states.seed(number, torch.device("cpu"), everything=True)
 
-
-@contextmanager
-def kept() -> Iterator[None]:
-    """Restore the generators at the end, except in a worker, where nothing else uses them."""
-    if get_worker_info() is not None:
-        yield
-        return
-    before = random_states.states()
-    try:
-        yield
-    finally:
-        random_states.restore(before)
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the generators at the end, except in a worker, where nothing else uses them."""
+        if not self.random or get_worker_info() is not None:
+            yield
+            return
+        before = random_states.states()
+        try:
+            yield
+        finally:
+            random_states.restore(before)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from hpctrain.cluster.texts import ranks_text
-from hpctrain.data.augmentation import Seeded, draws, kept
+from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import begin_worker, evaluated
 from hpctrain.data.own_loaders import begin_own, divided
@@ -134,10 +134,9 @@ class _Samples(Seeded):
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        super().__init__(loader.dataset, seed)
-        self._collate, self._single = loader.collate_fn, loader.batch_sampler is None
         plain = loader.collate_fn in (default_collate, default_convert)
-        self._random = draws(loader.dataset) or not plain
+        super().__init__(loader.dataset, seed, random=draws(loader.dataset) or not plain)
+        self._collate, self._single = loader.collate_fn, loader.batch_sampler is None
 
     def __getitems__(self, batch: tuple[int, Sequence[Any], Sequence[int]]) -> Any:
         """Return a batch as `collate_fn` returns it.
@@ -146,17 +145,11 @@ class _Samples(Seeded):
             batch: epoch, indices, and for each index the key of its random numbers.
         """
         epoch, indices, keys = batch
-        with kept() if self._random else nullcontext():
+        with self.kept():
             if self._single:
-                if self._random:
-                    self.set(epoch, keys[0])
+                self.set(epoch, keys[0])
                 return self._collate(self.dataset[indices[0]])
-            if self._random:
-                return self._collate(list(self.samples(epoch, indices, keys)))
-            fetch: Any = getattr(self.dataset, "__getitems__", None)
-            return self._collate(
-                fetch(indices) if fetch else [self.dataset[index] for index in indices]
-            )
+            return self._collate(self.samples(epoch, indices, keys))
 
 
 def _as_it_is(batch: Any) -> Any:

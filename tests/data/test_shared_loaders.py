@@ -53,6 +53,13 @@ class Noisy(Dataset):
         return torch.tensor([index, *numbers], dtype=torch.float64)
 
 
+class Whole(Noisy):
+    """Samples that are fetched as a whole batch, a tensor."""
+
+    def __getitems__(self, indices):
+        return torch.stack([self[index] for index in indices])
+
+
 class Augmented(Dataset):
     """Images that torchvision changes at random: the mean of each channel."""
 
@@ -252,6 +259,11 @@ def test_end_of_an_epoch_has_each_sample_once_or_drops_the_last_step(name):
 def test_last_step_with_a_smaller_batch_is_weighted_by_samples():
     seen, _ = train(lambda: DataLoader(Noisy(22), SIZE), epochs=1)
     assert [weight for _, weight, _ in seen] == [6 * n / 22 for n in (4, 4, 4, 4, 4, 2)]
+
+
+def test_collate_fn_gets_what_the_data_set_returns_for_a_batch():
+    seen, _ = train(lambda: DataLoader(Whole(22), SIZE, collate_fn=lambda batch: batch), epochs=1)
+    assert [[row[0] for row in rows] for rows, _, _ in seen[:2]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def kill_and_resume(size, name, backend, **keywords):
