@@ -53,7 +53,7 @@ class SharedStream:
         self.parts = sharing.slots if split else 1
         self.steps: int | None = None
         self.unequal = False
-        self._looked = self._told = False
+        self._looked = False
         self._trained: Iterator[Any] | None = None
         self._next = 0  # first micro-batch of this rank that is not read yet
         self._states: dict[int, Any] = {}  # states of the source, by the next micro-batch
@@ -141,7 +141,6 @@ class SharedStream:
         # A second batch that is read ahead would be missing in the source's state.
         both = compares and self._streams and self._workers > 1
         both = both and not (self._looked or self._stateful)
-        self._looked = True
         head = list(islice(batches, 2 if both else 1))
         seen = ""
         if head and compares and (both or sharing.world_size > 1):
@@ -154,16 +153,14 @@ class SharedStream:
         if _TWICE in fingerprints:
             _refuse_workers(self.source, fingerprints.index(_TWICE))
         here = compares and (len(texts) == 1 or not split_themselves(fingerprints))
-        if compares and len(texts) > 1:
+        if compares and len(texts) > 1 and not self._looked:
             self._tell(here)
+        self._looked = True
         self._count(lengths, here)
         return chain(head, batches), here
 
     def _tell(self, here: bool) -> None:
-        """Log once whether the batches are split here, which the first ones have shown."""
-        if self._told:
-            return
-        self._told = True
+        """Log whether the batches are split here, which the first ones have shown."""
         logger.info(
             "all ranks begin with the same batch: each rank reads all batches, and keeps one of "
             "%d; it is faster if the data set yields only the samples of its rank"
