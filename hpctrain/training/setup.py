@@ -15,7 +15,7 @@ from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.texts import first_line
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.process import device, file_limit
-from hpctrain.process.determinism import Determinism
+from hpctrain.process.determinism import choose_algorithms
 from hpctrain.process.logging import logger
 from hpctrain.process.threads import Threads, divide
 from hpctrain.rendezvous import consistency
@@ -82,7 +82,7 @@ def open_ranks(
     )
     # After a failure, the rendezvous has raised it.
     workers = threads.fit(met.own, options.workers)
-    undo.callback(Determinism(options.deterministic, chosen).put_back)
+    choose_algorithms(options.deterministic, chosen, undo)
     numbers.switch(undo)
     backend = backends.open_backend(name, met, chosen, settings)
     known_numbers.check(backend, met.roster)
