@@ -1,26 +1,12 @@
 """Phases of a step, as plain numbers, because ranks write them on the hot path."""
 
-from dataclasses import dataclass
 from operator import itemgetter
 
-__all__ = ["AFTER_LOADING", "PHASES", "STEP", "Phase"]
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Description of a phase.
-
-    Attributes:
-        description: what a rank does in the phase, for messages.
-        waits: whether ranks wait for each other in the phase.
-    """
-
-    description: str
-    waits: bool
-
+__all__ = ["AFTER_LOADING", "PHASES", "STEP"]
 
 # Of two ranks after the same number of steps, the one with the lower number is behind: first the
-# phases in which a rank waits for no other one, then those between two steps, then the sums.
+# phases in which a rank waits for no other one, then, from AGREEING on, those in which ranks wait
+# for each other: those between two steps, then the sums.
 CLOSED = -1  # the rank has left the run; written by `Watchdog.close` alone
 IDLE = 0  # no progress is expected
 LOADING = 1
@@ -37,16 +23,17 @@ UPDATING = 9
 AFTER_LOADING = itemgetter(COMPUTING, ACCUMULATING, BACKWARD, UPDATING, AGREEING)
 STEP = itemgetter(LOADING, COMPUTING, ACCUMULATING, BACKWARD, UPDATING, AGREEING)
 
+#: What a rank does in each phase, for messages.
 PHASES = {
-    CLOSED: Phase("has left the run", False),
-    IDLE: Phase("outside of the run's loop", False),
-    LOADING: Phase("waits for data", False),
-    COMPUTING: Phase("in the script's code", False),
-    ACCUMULATING: Phase("in the backward pass of a micro-batch", False),
-    AGREEING: Phase("agrees with the other ranks", True),
-    EVALUATING: Phase("in an evaluation", True),
-    SAVING: Phase("saves a checkpoint", True),
-    WAITING: Phase("waits for the other ranks before an exchange", True),
-    BACKWARD: Phase("in the backward pass, its sums or the update", True),
-    UPDATING: Phase("in the update of the weights", True),
+    CLOSED: "has left the run",
+    IDLE: "outside of the run's loop",
+    LOADING: "waits for data",
+    COMPUTING: "in the script's code",
+    ACCUMULATING: "in the backward pass of a micro-batch",
+    AGREEING: "agrees with the other ranks",
+    EVALUATING: "in an evaluation",
+    SAVING: "saves a checkpoint",
+    WAITING: "waits for the other ranks before an exchange",
+    BACKWARD: "in the backward pass, its sums or the update",
+    UPDATING: "in the update of the weights",
 }

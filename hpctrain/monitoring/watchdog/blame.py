@@ -120,7 +120,7 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
     behind = [sighting for sighting in alive if sighting.position == last]
     if len(behind) == len(alive):
         behind = _unlike_the_others(alive) or behind
-    waits = PHASES[behind[0].phase].waits
+    waits = behind[0].phase >= AGREEING
     missing = sorted(set(range(world_size)) - {sighting.rank for sighting in sightings})
     absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
     unobserved = _without_observation(missing, absent)
@@ -264,7 +264,7 @@ _NETWORK = (
 
 def place(sighting: Sighting) -> str:
     """Return step and phase of a rank, for messages."""
-    return f"step {sighting.step}, {PHASES[sighting.phase].description}"
+    return f"step {sighting.step}, {PHASES[sighting.phase]}"
 
 
 def describe(sighting: Sighting) -> str:
