@@ -6,16 +6,15 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.data.shared_loader import SharedLoader
-from hpctrain.data.shared_order import Sharing
+from hpctrain.data.shared_order import Shared, Sharing
 from hpctrain.data.shared_stream import SharedStream
 
-__all__ = ["SHARED", "share"]
+__all__ = ["share"]
 
-SHARED = (SharedLoader, SharedStream)
 _SHARED = "_hpctrain_shared"
 
 
-def share(source: Iterable[Any], sharing: Sharing, split: bool) -> SharedLoader | SharedStream:
+def share(source: Iterable[Any], sharing: Sharing, split: bool) -> Shared:
     """Return a loader of the script as the ranks share it; the same one for the same DataLoader.
 
     Args:
@@ -23,11 +22,11 @@ def share(source: Iterable[Any], sharing: Sharing, split: bool) -> SharedLoader 
         sharing: how the ranks share the batches.
         split: whether the batch size of a DataLoader is that of all ranks.
     """
-    if isinstance(source, SHARED):
+    if isinstance(source, Shared):
         return source
     if not isinstance(source, DataLoader):
         return SharedStream(source, sharing, split)
-    shared: SharedLoader | SharedStream | None = vars(source).get(_SHARED)
+    shared: Shared | None = vars(source).get(_SHARED)
     if shared is None or shared.events is not sharing.events:  # of another session
         kind = SharedStream if isinstance(source.dataset, IterableDataset) else SharedLoader
         shared = vars(source)[_SHARED] = kind(source, sharing, split)

@@ -15,7 +15,7 @@ from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import begin_worker, evaluated
 from hpctrain.data.own_loaders import begin_own, divided
-from hpctrain.data.shared_order import Order, Sharing
+from hpctrain.data.shared_order import Order, Shared, Sharing
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds, signals
 from hpctrain.process.random_states import RandomStream
@@ -23,32 +23,26 @@ from hpctrain.process.random_states import RandomStream
 __all__ = ["SharedLoader", "begun", "copied", "refuse_short"]
 
 
-class SharedLoader:
+class SharedLoader(Shared):
     """A DataLoader of the script over a data set with indices, shared by the ranks.
 
-    `run.batches` trains with it. Any other iteration is an evaluation, which uses each sample once,
-    in the order of the sampler, without padding. Other attributes are those of the DataLoader.
+    An evaluation uses each sample once, in the order of the sampler, without padding.
 
     Args:
-        loader: DataLoader of the script; it is not changed.
+        loader: DataLoader of the script.
         sharing: how the ranks share the batches.
         split: whether the batch size of the DataLoader is that of all ranks.
-
-    Attributes:
-        source: DataLoader as given.
-        events: as in `sharing`.
-        parts: number of micro-batches that a batch of the order is cut into.
-        steps: number of steps of an epoch; None if the sampler has no length.
-        unequal: whether ranks may have different numbers of batches.
     """
 
+    source: DataLoader[Any]
+
     def __init__(self, loader: DataLoader[Any], sharing: Sharing, split: bool) -> None:
-        self.source, self.events, self._sharing = loader, sharing.events, sharing
         # A sampler that is divided already may count on equal random numbers on all ranks.
         is_divided = divided(loader, sharing.world_size)
         self._whole = not (is_divided or sharing.same_data)
         own = sharing if self._whole else sharing.alone()
-        self.parts, self._slots = own.slots if split else 1, own.slots
+        super().__init__(loader, sharing, own.slots if split else 1)
+        self._slots = own.slots
         self._seed = seed = sharing.seed if is_divided else own.seed
         samples = _Samples(loader, own.seed)
         self._parts: dict[bool, tuple[Order, DataLoader[Any]]] = {}
@@ -58,29 +52,15 @@ class SharedLoader:
                 order,
                 copied(loader, dataset=samples, batch_sampler=order, collate_fn=_as_it_is),
             )
-        self._trains = self.unequal = False
+        self._trains = False
         self.steps = self._parts[True][0].steps
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # for copy and pickle, which ask before there is a source
-            raise AttributeError(name)
-        return getattr(self.source, name)
 
     def __len__(self) -> int:
         """Return the number of micro-batches of this rank in an epoch of training."""
         return len(self._parts[True][0])
 
     def begin(self, epoch: int, first: int, state: Any = None) -> None:
-        """Prepare the next iteration for training; called by all ranks.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            first: number of micro-batches of this rank to skip.
-            state: not used, as the order needs none.
-
-        Raises:
-            UsageError: an epoch has no step.
-        """
+        """Prepare the next iteration for training; the order needs no state."""
         del state
         order, sharing = self._parts[True][0], self._sharing
         order.epoch, order.first, self._trains = epoch, first, True

@@ -5,7 +5,7 @@ rank i mod world_size, at accumulation index i div world_size. All ranks draw th
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,7 +27,7 @@ from hpctrain.process import seeds
 from hpctrain.process.events import Events
 from hpctrain.process.random_states import RandomStream
 
-__all__ = ["Order", "Sharing"]
+__all__ = ["Order", "Shared", "Sharing"]
 
 
 T = TypeVar("T")
@@ -86,6 +86,49 @@ class Sharing:
                 yield step[place], 1.0 if even else counts[place] * self.slots / total
             else:
                 yield step[0], 0.0
+
+
+class Shared:
+    """Loader of the script as the ranks share it.
+
+    `run.batches` trains with it. Any other iteration is an evaluation. Other attributes are those
+    of the source.
+
+    Args:
+        source: loader as given; it is not changed.
+        sharing: how the ranks share the batches.
+        parts: number of micro-batches that a batch of the source is cut into.
+
+    Attributes:
+        source, parts: the arguments.
+        events: as in `sharing`.
+        steps: number of steps of an epoch; None if unknown.
+        unequal: whether ranks may have different numbers of batches.
+    """
+
+    def __init__(self, source: Iterable[Any], sharing: Sharing, parts: int) -> None:
+        self.source, self.events, self.parts = source, sharing.events, parts
+        self._sharing = sharing
+        self.steps: int | None = None
+        self.unequal = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # for copy and pickle, which ask before there is a source
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def begin(self, epoch: int, first: int, state: Any = None) -> None:
+        """Prepare the next iteration for training; called by all ranks.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            first: number of micro-batches of this rank to skip.
+            state: state of the source at `first` in a checkpoint; None without one.
+
+        Raises:
+            UsageError: some ranks or workers have the same batches; or an epoch has no step.
+        """
+        raise NotImplementedError
 
 
 class Order(Sampler[tuple[int, list[Any], list[int]]]):

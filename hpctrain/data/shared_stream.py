@@ -15,7 +15,7 @@ from hpctrain.data.feed import feed
 from hpctrain.data.loader import Loader, evaluated
 from hpctrain.data.own_loaders import begin_own, fingerprint, length_of, samples, split_themselves
 from hpctrain.data.shared_loader import begun, copied, refuse_short
-from hpctrain.data.shared_order import Sharing
+from hpctrain.data.shared_order import Shared, Sharing
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 from hpctrain.process.events import Events
@@ -25,34 +25,21 @@ from hpctrain.process.random_states import RandomStream
 __all__ = ["SharedStream", "end_together"]
 
 
-class SharedStream:
+class SharedStream(Shared):
     """Any iterable of batches, shared by the ranks.
 
     The ranks compare their first batches. If all of them differ, the stream splits itself over the
     ranks, and is left alone. If all of them are equal, each rank reads everything, and batch i
-    belongs to rank i mod world_size.
-
-    `run.batches` trains with it. Any other iteration is an evaluation, which uses each batch once.
-    Other attributes are those of the source.
+    belongs to rank i mod world_size. An evaluation uses each batch once.
 
     Args:
-        source: iterable of batches; a DataLoader is not changed.
+        source: iterable of batches.
         sharing: how the ranks share the batches.
         split: whether the batch size of a DataLoader is that of all ranks.
-
-    Attributes:
-        source: iterable as given.
-        events: as in `sharing`.
-        parts: number of micro-batches that a batch of the given size is cut into.
-        steps: number of steps of an epoch; None if unknown.
-        unequal: whether ranks may have different numbers of batches.
     """
 
     def __init__(self, source: Iterable[Any], sharing: Sharing, split: bool) -> None:
-        self.source, self.events, self._sharing = source, sharing.events, sharing
-        self.parts = sharing.slots if split else 1
-        self.steps: int | None = None
-        self.unequal = False
+        super().__init__(source, sharing, sharing.slots if split else 1)
         self._looked = False
         self._trained: Iterator[Any] | None = None
         self._next = 0  # first micro-batch of this rank that is not read yet
@@ -72,27 +59,12 @@ class SharedStream:
         self._drop_last = bool(getattr(source, "drop_last", False))
         self._draws = not (self._workers or isinstance(source, (list, tuple, Loader)))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # for copy and pickle, which ask before there is a source
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
     def __len__(self) -> int:
         """Return the number of batches of the source."""
         return len(self.source)  # type: ignore[arg-type]
 
     def begin(self, epoch: int, first: int, state: Any = None) -> None:
-        """Prepare the next iteration for training; called by all ranks.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            first: number of micro-batches of this rank to skip.
-            state: state of the source at `first` in a checkpoint; None reads the earlier batches
-                again, and drops them.
-
-        Raises:
-            UsageError: some ranks or workers have the same batches; or an epoch has no step.
-        """
+        """Prepare the next iteration for training; without a state read all batches again."""
         loads = state is not None and self._stateful
         if loads:
             self._own.load_state_dict(state)

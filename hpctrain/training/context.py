@@ -17,8 +17,7 @@ from hpctrain.data import TrainingSampler
 from hpctrain.data.feed import Placement
 from hpctrain.data.own_loaders import batch_size
 from hpctrain.data.shared import share
-from hpctrain.data.shared_loader import SharedLoader
-from hpctrain.data.shared_order import Sharing
+from hpctrain.data.shared_order import Shared, Sharing
 from hpctrain.data.shared_stream import SharedStream
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
@@ -98,7 +97,7 @@ class Context:
     in_body: bool = False
     stepped: bool = False
 
-    def share(self, loader: Any, split: bool = False) -> SharedLoader | SharedStream:
+    def share(self, loader: Any, split: bool = False) -> Shared:
         """Return a loader of the script as the ranks share it; see `data.share`."""
         options, world = self.options, self.world
         sharing = Sharing(
@@ -113,7 +112,7 @@ class Context:
         )
         return share(loader, sharing, split)
 
-    def adopt(self, shared: SharedLoader | SharedStream) -> None:
+    def adopt(self, shared: Shared) -> None:
         """Take the batch size of a prepared loader, unless an option or a loader has set it."""
         options, source = self.options, shared.source
         given = options.batch_size or options.global_batch or self.adopted or self.samplers

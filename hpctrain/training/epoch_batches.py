@@ -8,7 +8,7 @@ from hpctrain.data import own_loaders
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import Loader, weighed
 from hpctrain.data.sampler import TrainingSampler
-from hpctrain.data.shared_loader import SharedLoader
+from hpctrain.data.shared_order import Shared
 from hpctrain.data.shared_stream import SharedStream, end_together
 from hpctrain.errors import UsageError
 from hpctrain.training.consensus import meet, on_rank_zero
@@ -63,9 +63,7 @@ def begin(
     return _looked_at(weighed(iterator, events), context, see_samples), length
 
 
-def _share(
-    loader: Any, inner: Any, context: Context, epoch: int, first: int, state: Any
-) -> SharedLoader | SharedStream:
+def _share(loader: Any, inner: Any, context: Context, epoch: int, first: int, state: Any) -> Shared:
     """Return a loader of the script as the ranks share it, at its place in this epoch.
 
     Args:

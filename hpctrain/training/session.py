@@ -21,7 +21,7 @@ from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.job import Allocation
 from hpctrain.data.feed import Placement
 from hpctrain.data.loader import check_arguments
-from hpctrain.data.shared import SHARED
+from hpctrain.data.shared_order import Shared
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.optim import EMA
 from hpctrain.precision import Precision
@@ -221,7 +221,7 @@ class Session(Collectives):
                 read values which an option changes; or another rank does something else.
         """
         for thing in things:
-            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, *SHARED)):
+            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
                 raise UsageError(
                     "HT606",
                     f"prepare() got a {type(thing).__name__}",
