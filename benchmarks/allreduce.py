@@ -109,9 +109,9 @@ def sums(backend: str, seconds: float) -> Results:
     return results
 
 
-def in_microseconds(times: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
-    """Return the series of arms from their seconds."""
-    return {name: {"us": [one * 1e6 for one in own]} for name, own in times.items()}
+def in_microseconds(times: dict[str, list[float]]) -> dict[str, list[dict[str, float]]]:
+    """Return the figures of arms from their seconds."""
+    return {name: [{"us": one * 1e6} for one in own] for name, own in times.items()}
 
 
 def measure(arguments: argparse.Namespace) -> Results:
@@ -122,9 +122,9 @@ def measure(arguments: argparse.Namespace) -> Results:
             print(f"{backend}: left out, because it is not installed: hpctrain horovod build\n")
             continue
         results[backend] = sums(backend, arguments.seconds)
-        series = in_microseconds(restart(arguments, ranks=2, backend=backend))
+        sync = in_microseconds(restart(arguments, ranks=2, backend=backend))
         targets = {HPCTRAIN: {"ratio": TARGET}}
-        results[backend][GRADIENTS] = compare(series, BASELINE, targets=targets)
+        results[backend][GRADIENTS] = compare(sync, BASELINE, targets=targets)
         if backend == "horovod":
             arms = {name: partial(with_setting, name) for name in SETTINGS}
             times = take_turns(arms, max(arguments.rounds // 10, 2))

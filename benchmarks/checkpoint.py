@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, by_figure, compare, restart, run
+from harness import Results, compare, restart, run
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -36,13 +36,18 @@ TARGETS = {OURS: {"ratio": "≤ 0.1"}}
 DCP, ASYNC = "distributed checkpoint", "the same, async_save"
 
 
+def stager() -> DefaultStager:
+    """Return torch's stager, which reuses its memory, as hpctrain does."""
+    # All options off: they need a GPU or more processes.
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
 class MoreSaves(Saves):
     """Those of `hpctrain bench`, and torch's distributed checkpoint."""
 
     def __init__(self, folder: Path, size: int) -> None:
         super().__init__(folder, size, torch.device("cpu"))
-        # Staging memory is reused, as in hpctrain; the other options need a GPU or more processes.
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._stager = stager()
 
     def by_dcp(self) -> Any:
         """Save with torch's distributed checkpoint, which syncs its files by default."""
@@ -121,7 +126,7 @@ def rank(arguments: argparse.Namespace) -> Results:
         slowdowns = take_turns(at_work, max(arguments.rounds // 2, 2))
         saves.close()
     distributed.destroy_process_group()
-    results = compare(by_figure(later), BASE, targets=TARGETS)
+    results = compare(later, BASE, targets=TARGETS)
     for name, [one] in first.items():
         results[name] |= {"first_s": one["stall_s"], "first_bytes": one["memory_mb"] * 1e6}
     meanwhile = {name: {"slowdown": summary(values)} for name, values in slowdowns.items()}

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, by_figure, compare, restart, run
+from checkpoint import OPTIONS, stager
+from harness import Results, compare, restart, run
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import hpctrain
 from hpctrain.backends.extent import Extent
@@ -55,7 +55,7 @@ class Saves:
         everyone = range(RANKS)
         self._extents = {id(tensor): Extent.whole(shape, everyone) for tensor in tensors}
         self._bytes = bytes([17]) * (size // RANKS)
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._stager = stager()
         self._writers: dict[str, Writer] = {}
         self._step = 0
         for name, count in WRITERS.items():
@@ -93,7 +93,7 @@ class Saves:
         self._backend.barrier()
         return {"stall_s": waited, "whole_s": time.perf_counter() - begin}
 
-    def read(self, name: str) -> float:
+    def read(self, name: str) -> dict[str, float]:
         """Read what four ranks have written; return the seconds until all ranks have done so."""
         directory = RunDirectory(self._folder / list(WRITERS)[-1])
         (step,) = directory.steps()
@@ -108,7 +108,7 @@ class Saves:
                     stored.divide(first, first + row, lambda values: values)
         opened.read()
         self._backend.barrier()
-        return time.perf_counter() - begin
+        return {"s": time.perf_counter() - begin}
 
     def close(self) -> None:
         """End the threads."""
@@ -139,16 +139,10 @@ def measure(arguments: argparse.Namespace) -> Results:
     results: Results = {}
     for size in arguments.megabytes:
         times, read = restart(arguments, RANKS, megabytes=size)
-        results[f"{size} MB"] = compare(by_figure(times), BASE, targets=TARGETS)
-        loads = {name: {"s": own} for name, own in read.items()}
-        results[f"{size} MB, read by 4 ranks"] = compare(loads, ALL)
+        results[f"{size} MB"] = compare(times, BASE, targets=TARGETS)
+        results[f"{size} MB, read by 4 ranks"] = compare(read, ALL)
     return results
 
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--megabytes": {"type": int, "nargs": "+", "default": [100, 1000], "help": "100 1000"},
-    "--folder": {"metavar": "DIR", "help": "folder on the disk to measure (/tmp)"},
-}
 
 if __name__ == "__main__":
     packages = ["hpctrain", "torch"]

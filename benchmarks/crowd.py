@@ -71,19 +71,14 @@ def client(credentials: Credentials, rank: int, text: str, rosters: list[bytes])
     if not credentials.proves(answer.get("proof"), "host", challenge):
         raise SystemExit(f"rank {rank} got an answer without a valid proof: {answer}")
     own = credentials.proof("client", str(answer["challenge"]), text)
-    roster = yield from _message(encode({"proof": own, "hello": text}))
+    received = yield encode({"proof": own, "hello": text})
+    while received.count(b"\n") < 2:
+        received += yield b""
+    roster = received.partition(b"\n")[2]  # behind the proof of rank 0
     if not roster.startswith(b'{"roster"'):
         raise SystemExit(f"rank {rank} did not get the roster: {roster[:500]!r}")
     if not rosters:
         rosters.append(roster)
-
-
-def _message(message: bytes) -> Generator[bytes, bytes, bytes]:
-    """Yield a message; return the line of rank 0 that follows its proof."""
-    received = yield message
-    while received.count(b"\n") < 2:
-        received += yield b""
-    return received.partition(b"\n")[2]
 
 
 def one_line() -> Conversation:

@@ -18,15 +18,14 @@ arm of its round. As in most real data sets, the samples cannot be divided evenl
 """
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Results, by_figure, clocked, compare, restart, run
-from loops import launched
+from harness import Results, clocked, compare, restart, run
+from loops import launched, missing
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -128,8 +127,12 @@ def rank(arguments: argparse.Namespace) -> tuple[Any, Any] | None:
     torch.set_num_threads(1)
     with hpctrain.Session(backend="ddp", batch_size=BATCH) as session, torch.no_grad():
         dataset, model = samples()
-        names = [name for name in ARMS if name != ACCELERATE or _has_accelerate()]
-        arms = {name: ARMS[name](session, dataset, model) for name in names}
+        left_out = missing("ddp")
+        arms = {
+            name: make(session, dataset, model)
+            for name, make in ARMS.items()
+            if name not in left_out
+        }
         reported = {name: arm() for name, arm in arms.items()}  # also warms up
         reported["one process"] = figures(counted(model(dataset.tensors[0]), dataset.tensors[1]))
         timers = {name: partial(clocked, session, arm) for name, arm in arms.items()}
@@ -137,16 +140,12 @@ def rank(arguments: argparse.Namespace) -> tuple[Any, Any] | None:
         return (times, reported) if session.is_main else None
 
 
-def _has_accelerate() -> bool:
-    return importlib.util.find_spec("accelerate") is not None
-
-
 def measure(arguments: argparse.Namespace) -> Results:
     """Return each arm's time, ratio to the padded arm, and reported metrics."""
-    if not _has_accelerate():
-        print(f"{ACCELERATE}: left out: not installed: pip install 'hpctrain[benchmark]'")
+    if reason := missing("ddp").get(ACCELERATE):
+        print(f"{ACCELERATE}: left out: {reason}")
     times, reported = restart(arguments, ranks=2)
-    results = compare(by_figure(times), BASE, targets={EXACT: {"ratio": "≤ 1.01"}})
+    results = compare(times, BASE, targets={EXACT: {"ratio": "≤ 1.01"}})
     return {name: results.get(name, {}) | metrics for name, metrics in reported.items()}
 
 

@@ -69,7 +69,7 @@ ARMS = {
 }
 
 
-def seconds(command: tuple[str, ...], folder: str) -> float:
+def seconds(command: tuple[str, ...], folder: str) -> dict[str, float]:
     """Return the seconds from before the start until each rank is ready.
 
     Raises:
@@ -94,7 +94,7 @@ def seconds(command: tuple[str, ...], folder: str) -> float:
         alarm.cancel()
     if process.returncode or not took:
         raise SystemExit(f"{output}\n{command} ended with {process.returncode}")
-    return took
+    return {"s": took}
 
 
 def measure(arguments: argparse.Namespace) -> Results:
@@ -105,8 +105,7 @@ def measure(arguments: argparse.Namespace) -> Results:
         arms = {name: partial(seconds, command, folder) for name, command in ARMS.items()}
         # The warm-up writes the caches, and loads the files into memory.
         times = take_turns(arms, arguments.rounds, warm_up=1)
-    series = {name: {"s": own} for name, own in times.items()}
-    return compare(series, BASE, targets={OURS: {"ratio": "≤ 0.5"}})
+    return compare(times, BASE, targets={OURS: {"ratio": "≤ 0.5"}})
 
 
 if __name__ == "__main__":

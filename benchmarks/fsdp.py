@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from gpt import BASE, GPT, OURS, loss_of, steps
-from harness import Results, by_figure, clocked, compare, judge, restart, run
+from harness import Results, clocked, compare, judge, restart, run
 from torch import Tensor
 
 import hpctrain
@@ -63,8 +63,7 @@ def rank(arguments: argparse.Namespace) -> Any:
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the times of each arm, and the bytes of a rank."""
-    times = by_figure(restart(arguments, RANKS))
-    results: Results = {"a step": compare(times, BASE, targets=TARGETS)}
+    results: Results = {"a step": compare(restart(arguments, RANKS), BASE, targets=TARGETS)}
     fsdp, ddp = (restart(arguments, RANKS, held=True, backend=name) for name in ("fsdp", "ddp"))
     share, limit = fsdp["bytes"] / ddp["bytes"], 1 / RANKS + fsdp["block"] / ddp["bytes"]
     arm = {"share": summary([share]), "held_bytes": summary([fsdp["bytes"]])}

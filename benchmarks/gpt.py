@@ -115,7 +115,10 @@ def rank(arguments: argparse.Namespace) -> Any:
             for name, step in steps(session, make, 1e-5, tokens, torch.bfloat16).items()
         }
         times = take_turns(arms, arguments.rounds, warm_up=2)
-        rates = {name: [size * length / one for one in own] for name, own in times.items()}
+        rates = {
+            name: [{"tokens_per_s": size * length / one} for one in own]
+            for name, own in times.items()
+        }
         return {"rates": rates, "parameters": sum(p.numel() for p in make().parameters())}
 
 
@@ -124,9 +127,8 @@ def measure(arguments: argparse.Namespace) -> Results:
     results: Results = {}
     for case in arguments.only or CASES:
         found = restart(arguments, case=case)
-        series = {name: {"tokens_per_s": rates} for name, rates in found["rates"].items()}
         targets = {OURS: {"ratio": "≥ 0.99"}} if CASES[case][0] == "bf16" else {}
-        results[case] = compare(series, BASE, targets=targets)
+        results[case] = compare(found["rates"], BASE, targets=targets)
         for arm in results[case].values():
             arm["tflops"] = 6e-12 * found["parameters"] * arm["tokens_per_s"]["median"]
     return results

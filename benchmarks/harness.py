@@ -15,12 +15,11 @@ from typing import Any
 from measure import add_save, facts, named, outcome, outcomes, save
 
 from hpctrain.tools.bench import measure as bench
-from hpctrain.tools.bench.measure import Results, Series, rows, table
+from hpctrain.tools.bench.measure import Results, rows, table
 
 __all__ = [
     "ENVIRONMENT",
     "Results",
-    "by_figure",
     "clocked",
     "compare",
     "judge",
@@ -158,16 +157,8 @@ def clocked(
     return {unit: clock * scale, f"cpu_{unit}": cpu * scale}
 
 
-def by_figure(results: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Series]:
-    """Return the figures of each arm from its results, one for each round."""
-    return {
-        name: {figure: [one[figure] for one in own] for figure in own[0]}
-        for name, own in results.items()
-    }
-
-
 def compare(
-    series: Mapping[str, Series],
+    rounds: Mapping[str, Sequence[Mapping[str, float]]],
     base: str,
     by: Sequence[str] = ("ratio",),
     targets: Mapping[str, Mapping[str, str]] | None = None,
@@ -175,12 +166,16 @@ def compare(
     """Compare arms as `hpctrain bench` does, and judge them.
 
     Args:
-        series: figures of each arm.
+        rounds: figures of each arm in each round, as `take_turns` returns them.
         base: arm that the others are compared with.
         by: `ratio`, `more_FIGURE`, and `ratio_by_cpu`: the elapsed time of the base plus the added
             CPU time, over the elapsed time of the base.
         targets: by arm, the limit of a figure, such as `{"ratio": "≤ 1.02"}`.
     """
+    series = {
+        name: {figure: [one[figure] for one in own] for figure in own[0]}
+        for name, own in rounds.items()
+    }
     results = bench.compare(series, base, [key for key in by if key != "ratio_by_cpu"])
     for name, own in series.items() if "ratio_by_cpu" in by else ():
         elapsed, cpu, *_ = own  # names of figures

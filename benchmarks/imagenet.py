@@ -183,9 +183,9 @@ def measure(arguments: argparse.Namespace) -> Results:
         with session:
             steps = groups(session, compiling, arguments)
 
-            def rate(step: Step) -> float:
+            def rate(step: Step) -> dict[str, float]:
                 seconds = timed(session.device, step, arguments.steps)
-                return arguments.batch_size / seconds
+                return {"images_per_s": arguments.batch_size / seconds}
 
             arms = {
                 f"{group}, {name}": partial(rate, step)
@@ -198,9 +198,9 @@ def measure(arguments: argparse.Namespace) -> Results:
     targets = {OURS: {"ratio": "≥ 0.99"}}
     results = {}
     for group, own in steps.items():
-        series = {name: {"images_per_s": rates[f"{group}, {name}"]} for name in own}
+        of_group = {name: rates[f"{group}, {name}"] for name in own}
         judged = targets if has_gpu and BASELINE in own else {}
-        results[group] = compare(series, next(iter(own)), targets=judged)
+        results[group] = compare(of_group, next(iter(own)), targets=judged)
     return results
 
 

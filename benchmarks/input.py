@@ -110,11 +110,11 @@ def half(first: int) -> None:
         crop(file, decoder)
 
 
-def rate(arm: Callable[[], object], images: int) -> float:
+def rate(arm: Callable[[], object], images: int) -> dict[str, float]:
     """Return the images per second of an arm."""
     begin = time.perf_counter()
     arm()
-    return images / (time.perf_counter() - begin)
+    return {"images_per_s": images / (time.perf_counter() - begin)}
 
 
 def compared(
@@ -122,9 +122,7 @@ def compared(
 ) -> Results:
     """Return images per second, and their ratio to the first arm, after one round to warm up."""
     timers = {name: partial(rate, arm, images) for name, arm in arms.items()}
-    rates = take_turns(timers, rounds, warm_up=1)
-    series = {name: {"images_per_s": own} for name, own in rates.items()}
-    return compare(series, next(iter(arms)), targets=targets or {})
+    return compare(take_turns(timers, rounds, warm_up=1), next(iter(arms)), targets=targets)
 
 
 def measure(arguments: argparse.Namespace) -> Results:

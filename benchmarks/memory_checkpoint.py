@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, by_figure, clocked, compare, restart, run
+from harness import Results, clocked, compare, restart, run
 from torch import nn
 
 import hpctrain
@@ -85,7 +85,7 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | N
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the results of a state of this size."""
-    times = by_figure(restart(arguments, ranks=2))
+    times = restart(arguments, ranks=2)
     kind = f"{arguments.megabytes} MB, every {arguments.every} steps"
     return {kind: compare(times, BASE, ("ratio", "more_ms"))}
 

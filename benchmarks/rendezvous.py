@@ -19,12 +19,11 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import crowd
 import torch
-from harness import Results, by_figure, compare, run
+from harness import Results, compare, run
 from torch.distributed import TCPStore
 
 from hpctrain.arguments import Options
@@ -49,6 +48,7 @@ TIMEOUT = 120.0
 WINDOW = 64
 # A rank of a launcher is no fork: its first look at each module copies no memory.
 CONTEXT = multiprocessing.get_context("spawn")
+GATES: list[Any] = []  # of a process of one of two ranks
 Figures = dict[str, float]
 
 
@@ -97,16 +97,22 @@ def rendezvous(rank: int, port: int, stores: list[TCPStore]) -> Figures:
     return {}
 
 
-def real_rank(pipe: Any, gate: Any, arm: str, rank: int, where: tuple[str, int]) -> None:
-    """Run one rank and send its times; the clock starts when both have passed the gate."""
+def keep_gate(gate: Any) -> None:
+    """Keep the barrier of both ranks in the process of one of them."""
+    GATES.append(gate)
+
+
+def real_rank(arm: str, rank: int, key: str, port: int) -> Figures:
+    """Run one rank and return its times; the clock starts when both have passed the gate."""
     torch.set_num_threads(1)
-    key, port = where
+    [gate] = GATES
     stores: list[TCPStore] = []
     gate.wait(TIMEOUT)
     start = time.monotonic()
     spent = meet(rank, key) if arm == MEET else rendezvous(rank, port, stores)
-    pipe.send({"start": start, "end": time.monotonic(), **spent})
+    end = time.monotonic()
     gate.wait(TIMEOUT)
+    return {"start": start, "end": end, **spent}
 
 
 def pair(arm: str) -> Figures:
@@ -114,9 +120,10 @@ def pair(arm: str) -> Figures:
     key = secrets.token_hex(8)
     # Not a port of the range for outgoing connections: a client that is early could get the same
     # port as its own, connect to itself, and keep rank 0 from listening there.
-    where = (key, ports(RendezvousPoint(key, LOOPBACK))[0])
-    gate = CONTEXT.Barrier(2)
-    results, _ = started(real_rank, [(gate, arm, rank, where) for rank in range(2)])
+    port = ports(RendezvousPoint(key, LOOPBACK))[0]
+    with CONTEXT.Pool(2, keep_gate, (CONTEXT.Barrier(2),)) as pool:
+        calls = [(arm, rank, key, port) for rank in range(2)]
+        results = pool.starmap_async(real_rank, calls, chunksize=1).get(TIMEOUT)
     wall = max(own["end"] for own in results) - min(own["start"] for own in results)
     if arm == STORE:
         return {"s": wall}
@@ -124,34 +131,6 @@ def pair(arm: str) -> Figures:
         "s": wall,
         "check_s": max(own["entry_s"] for own in results) + results[0]["check_s"],
     }
-
-
-def started(
-    target: Callable[..., None],
-    arguments: Sequence[tuple[Any, ...]],
-    meanwhile: Callable[[], Figures] = dict,
-) -> tuple[list[Figures], Figures]:
-    """Start a process for each of `arguments`; return their results and that of `meanwhile`."""
-    pipes, processes = [], []
-    for own in arguments:
-        ours, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=target, args=(theirs, *own))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        done = meanwhile()
-        for pipe in pipes:
-            if not pipe.poll(TIMEOUT):
-                raise TimeoutError(f"no result within {TIMEOUT:.0f} s")
-        return [pipe.recv() for pipe in pipes], done
-    finally:
-        for pipe, process in zip(pipes, processes, strict=True):
-            process.join(5)
-            process.kill()
-            process.join()
-            pipe.close()
 
 
 # Many simulated ranks.
@@ -168,8 +147,8 @@ def await_listener(port: int) -> None:
     raise TimeoutError(f"no server listens at port {port}")
 
 
-def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry) -> None:
-    """Simulate all ranks above 0 in this process, and send the figures."""
+def simulated(arm: str, size: int, key: str, port: int, common: Entry) -> Figures:
+    """Simulate all ranks above 0 in this process, and return the figures."""
     file_limit.make_room(size)
     rosters: list[bytes] = []
     window = size if arm == AT_ONCE else WINDOW
@@ -191,7 +170,7 @@ def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry
         unpack(roster["roster"])
         figures["unpack_s"] = time.perf_counter() - start
         figures |= {"roll_bytes": len(rosters[0]), "lost": callers.lost}
-    pipe.send(figures)
+    return figures
 
 
 def serve(size: int, port: int) -> None:
@@ -225,8 +204,8 @@ def gathered(arm: str, size: int) -> Figures:
     point = RendezvousPoint(key, hosts[0], LOOPBACK, simulated=True)
     port = ports(point)[0]
     spent: Figures = {}
-
-    def rank_0() -> Figures:
+    with CONTEXT.Pool(1) as pool:
+        others = pool.apply_async(simulated, (arm, size, key, port, common))
         cpu = time.process_time()
         if arm == BARE:
             serve(size, port)
@@ -234,10 +213,8 @@ def gathered(arm: str, size: int) -> Figures:
             met = hpctrain_meet(world, point, own, TIMEOUT, check=functools.partial(check, spent))
             if met.listener:
                 met.listener.close()
-        return {"cpu_s": time.process_time() - cpu, **spent}
-
-    [others], ours = started(simulated, [(arm, size, key, port, common)], rank_0)
-    return others | ours
+        cpu = time.process_time() - cpu
+        return {**others.get(TIMEOUT), "cpu_s": cpu, **spent}
 
 
 # All measurements.
@@ -255,7 +232,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     results: Results = {}
     for size, arms in figures.items():
         base = STORE if size == 2 else BARE
-        results[str(size)] = compare(by_figure(arms), base, ("ratio", "more_s"))
+        results[str(size)] = compare(arms, base, ("ratio", "more_s"))
     return results
 
 

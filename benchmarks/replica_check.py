@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from harness import Results, by_figure, clocked, compare, restart, run
+from harness import Results, clocked, compare, restart, run
 from torch import nn
 
 import hpctrain
@@ -110,8 +110,7 @@ def rank(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]] | N
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return the times of each arm, and the ratio to the steps without a check."""
-    times = by_figure(restart(arguments, ranks=2))
-    return dict(compare(times, BASE, BY, TARGETS))
+    return dict(compare(restart(arguments, ranks=2), BASE, BY, TARGETS))
 
 
 if __name__ == "__main__":

@@ -29,23 +29,22 @@ IMPORTS = {TORCH: ("-c", TORCH), SESSION: ("-c", SESSION)}
 TARGETS = {name: {"more_ms": "≤ 60"} for name in COMMANDS if name != BARE}
 
 
-def milliseconds(arguments: tuple[str, ...]) -> float:
+def milliseconds(arguments: tuple[str, ...]) -> dict[str, float]:
     """Return the milliseconds of one new process, from before its start until its end."""
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL, check=True
     )
-    return (time.perf_counter() - start) * 1e3
+    return {"ms": (time.perf_counter() - start) * 1e3}
 
 
 def measure(arguments: argparse.Namespace) -> Results:
     """Return each arm's time, and how much longer it is than that of the first one."""
 
-    def times(arms: dict[str, tuple[str, ...]]) -> dict[str, dict[str, list[float]]]:
+    def times(arms: dict[str, tuple[str, ...]]) -> dict[str, list[dict[str, float]]]:
         calls = {name: partial(milliseconds, words) for name, words in arms.items()}
         # The warm-up writes the caches, and loads the files into memory.
-        taken = take_turns(calls, arguments.rounds, warm_up=1)
-        return {name: {"ms": own} for name, own in taken.items()}
+        return take_turns(calls, arguments.rounds, warm_up=1)
 
     return {
         "commands": compare(times(COMMANDS), BARE, ("more_ms",), TARGETS),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Results, by_figure, clocked, compare, judge, restart, run
+from harness import Results, clocked, compare, judge, restart, run
 from loops import ARMS, BASE, BATCH, LOG_EVERY, OURS, Setup, data, missing
 
 import hpctrain
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> Results:
         for name, reason in missing(backend).items():
             if name in chosen(arguments):
                 print(f"{world}, {name}: left out: {reason}")
-        times = by_figure(restart(arguments, size, backend=backend))
+        times = restart(arguments, size, backend=backend)
         results[world] = arms = compare(times, BASE, BY)
         for key, limit in TARGETS[size].items() if OURS in arms else ():
             judge(arms[OURS], key, limit)

@@ -78,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> Results:
         Path(folder, "job.sh").write_text(SCRIPT)
         _make_project(Path(folder))
 
-        def milliseconds(name: str) -> float:
+        def milliseconds(name: str) -> dict[str, float]:
             # `env` changes the folder inside the command: on a host, the line begins with a prefix.
             _prepare(name, Path(folder))
             argv = command(["env", "--chdir", folder, *ARMS[name]])
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> Results:
             )
             took = (time.perf_counter() - start) * 1e3
             jobs.extend(done.stdout.split())
-            return took
+            return {"ms": took}
 
         arms = {name: partial(milliseconds, name) for name in ARMS}
         try:
@@ -97,10 +97,10 @@ def measure(arguments: argparse.Namespace) -> Results:
         finally:
             if jobs:
                 subprocess.run(command(["scancel", *jobs]), env=environ, check=False)
-    results = compare({name: {"ms": own} for name, own in times.items()}, SBATCH, ("more_ms",))
+    results = compare(times, SBATCH, ("more_ms",))
     judge(results[SUBMIT], "more_ms", "≤ 80")
     for name in (FROZEN, FIRST):
-        more = [a - b for a, b in zip(times[name], times[SUBMIT], strict=True)]
+        more = [a["ms"] - b["ms"] for a, b in zip(times[name], times[SUBMIT], strict=True)]
         results[name]["freezing_ms"] = summary(more)
         judge(results[name], "freezing_ms", "≤ 100")
     return results

@@ -26,11 +26,6 @@ def no_slurm() -> str:
     return "" if shutil.which("slurmctld") else "no Slurm: apt-get install slurm-wlm"
 
 
-def nothing() -> str:
-    """Return an empty string: nothing is missing."""
-    return ""
-
-
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
     """A benchmark program in this folder.
@@ -42,7 +37,7 @@ class Benchmark:
     """
 
     quick: str
-    unavailable: Callable[[], str] = nothing
+    unavailable: Callable[[], str] = lambda: ""
     gpu: str | None = None
 
 

@@ -310,6 +310,11 @@ def errors(top: Path) -> str:
 
 
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
+# Files that have the cells of their table.
+_RECORDED = (
+    *("chaos", "restarts", "ten minutes", "mixed faults", "repeats"),
+    *("by launcher", "programs", "ported"),
+)
 # To add a table that pages may name, add a line here.
 TABLES: dict[str, Table] = {
     "front page": front_page,
@@ -317,14 +322,7 @@ TABLES: dict[str, Table] = {
     **{name: functools.partial(benchmark, name) for name in BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
-    "chaos": functools.partial(recorded_baseline, "chaos"),
-    "restarts": functools.partial(recorded_baseline, "restarts"),
-    "ten minutes": functools.partial(recorded_baseline, "ten_minutes"),
-    "mixed faults": functools.partial(recorded_baseline, "mixed_faults"),
-    "repeats": functools.partial(recorded_baseline, "repeats"),
-    "by launcher": functools.partial(recorded_baseline, "by_launcher"),
-    "programs": functools.partial(recorded_baseline, "programs"),
-    "ported": functools.partial(recorded_baseline, "ported"),
+    **{name: functools.partial(recorded_baseline, name.replace(" ", "_")) for name in _RECORDED},
     "status": status,
     "slurm versions": slurm_versions,
     "errors": errors,

@@ -75,15 +75,15 @@ def test_every_benchmark_is_in_the_command_and_in_the_readme(modules):
 def test_targets_are_judged_on_both_sides_and_by_their_interval(modules):
     from harness import compare
 
-    series = {"base": {"ms": [10.0] * 9}, "arm": {"ms": [9.0, *[11.0] * 8]}}
+    rounds = {"base": [{"ms": 10.0}] * 9, "arm": [{"ms": 9.0}, *[{"ms": 11.0}] * 8]}
     limits = {"ratio": "≤ 1.02", "more_ms": "≥ 1"}
-    arm = compare(series, "base", ("ratio", "more_ms"), {"arm": limits})["arm"]
+    arm = compare(rounds, "base", ("ratio", "more_ms"), {"arm": limits})["arm"]
     assert (arm["ratio"]["median"], arm["more_ms"]["median"]) == (1.1, 1.0)
     assert arm["targets"] == {
         "ratio": {"limit": "≤ 1.02", "outcome": "missed"},
         "more_ms": {"limit": "≥ 1", "outcome": "met"},
     }
-    noisy = {"base": {"ms": [10.0] * 3}, "arm": {"ms": [9.0, 10.0, 11.0]}}
+    noisy = {"base": [{"ms": 10.0}] * 3, "arm": [{"ms": ms} for ms in (9.0, 10.0, 11.0)]}
     arm = compare(noisy, "base", targets={"arm": {"ratio": "≤ 1.02"}})["arm"]
     assert arm["targets"]["ratio"]["outcome"] == "met, within the noise"
 
