@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from checkpoint import OPTIONS, stager
 from harness import Results, compare, restart, run
+from torch import distributed
 from torch.distributed import checkpoint as dcp
 
 import hpctrain
@@ -56,6 +57,8 @@ class Saves:
         self._extents = {id(tensor): Extent.whole(shape, everyone) for tensor in tensors}
         self._bytes = bytes([17]) * (size // RANKS)
         self._stager = stager()
+        # The thread of async_save has a group of its own: barriers come in between in any order.
+        self._group = distributed.new_group(backend="gloo")
         self._writers: dict[str, Writer] = {}
         self._step = 0
         for name, count in WRITERS.items():
@@ -78,7 +81,12 @@ class Saves:
                 writer.wait()
         elif name == ASYNC:
             place = self._folder / "async"
-            saved = dcp.async_save(self._state, checkpoint_id=place, async_stager=self._stager)
+            saved = dcp.async_save(
+                self._state,
+                checkpoint_id=place,
+                async_stager=self._stager,
+                process_group=self._group,
+            )
             self._backend.barrier()
             waited = time.perf_counter() - begin
             saved.result()
