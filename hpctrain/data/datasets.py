@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hpctrain.cluster import env_vars
-from hpctrain.data.shards.layouts import places
+from hpctrain.data.shards.layouts import places, unreadable
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 
@@ -101,14 +101,7 @@ def load(
         files = _find(name, download, env)
         train_images, train_targets, test_images, test_targets = map(_idx, files)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise UsageError(
-            "HT511",
-            f"--data {name}: {where}{error.strerror}",
-            "folders and files that can be read"
-            + (", and a cache that can be written" if download else ""),
-            "--data PATH of a folder that can be read",
-        ) from None
+        raise unreadable(name, error, writes_cache=download) from None
     mean, std = _moments(train_images)
     sets = []
     for images, targets in ((train_images, train_targets), (test_images, test_targets)):

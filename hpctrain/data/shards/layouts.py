@@ -11,7 +11,7 @@ from hpctrain.data.shards.index import shard_paths
 from hpctrain.data.shards.shard_reader import ShardSource
 from hpctrain.errors import UsageError
 
-__all__ = ["Source", "image_source", "places", "same_classes"]
+__all__ = ["Source", "image_source", "places", "same_classes", "unreadable"]
 
 _SYSTEM = Path("/usr/share/datasets")
 
@@ -67,10 +67,7 @@ def image_source(
             return ShardSource(folder, split)
         raise _missing(path, searched, folder, split)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise UsageError(
-            "HT511", f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
-        ) from None
+        raise unreadable(path, error) from None
 
 
 def _missing(
@@ -91,6 +88,26 @@ def _missing(
         found,
         f"{expected}/CLASS/*.jpg, or {expected}-*.tar of `hpctrain shards make`",
         f"--data {fix}",
+    )
+
+
+def unreadable(
+    path: str | os.PathLike[str], error: OSError, writes_cache: bool = False
+) -> UsageError:
+    """Return the error for a data set that cannot be read.
+
+    Args:
+        path: path or name of the data set.
+        error: error of the file system.
+        writes_cache: whether the data set is downloaded to the cache.
+    """
+    where = f"{error.filename}: " if error.filename else ""
+    return UsageError(
+        "HT511",
+        f"--data {path}: {where}{error.strerror}",
+        "folders and files that can be read"
+        + (", and a cache that can be written" if writes_cache else ""),
+        "--data PATH of a folder that can be read",
     )
 
 
