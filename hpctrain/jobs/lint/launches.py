@@ -4,7 +4,7 @@ import os
 import re
 
 from hpctrain.jobs.lint.lint_finding import shown
-from hpctrain.jobs.lint.sbatch_options import SHORT, VALUED
+from hpctrain.jobs.lint.sbatch_options import ALIASES, SHORT, VALUED
 from hpctrain.jobs.lint.shell import Command, plain
 
 __all__ = ["Launch"]
@@ -132,7 +132,5 @@ def _srun(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
             letter = next((one for one in word[1:] if one in _SRUN_SHORT), "")
             name, value = _SRUN_SHORT.get(letter, ""), word.partition(letter)[2] if letter else ""
             flag = value or letter in ("K", "")
-        options[name.replace("tasks", "ntasks") if name == "tasks-per-node" else name] = (
-            value if flag or not rest else rest.pop(0)
-        )
+        options[ALIASES.get(name, name)] = value if flag or not rest else rest.pop(0)
     return options, rest[1:] if rest[:1] == ["--"] else rest

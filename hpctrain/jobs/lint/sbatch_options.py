@@ -2,7 +2,7 @@
 
 from hpctrain.cluster.texts import nearest
 
-__all__ = ["SHORT", "SRUN_ONLY", "VALUED", "long_names", "similar"]
+__all__ = ["ALIASES", "SHORT", "SRUN_ONLY", "VALUED", "long_names", "similar"]
 
 # sbatch --help and getopt's own lists of 22.05; those of later releases from their sbatch(1).
 _VALUED = """
@@ -26,9 +26,9 @@ test-only usage use-min-nodes verbose version wait
 """
 #: Long names of the options that need a value.
 VALUED = frozenset(_VALUED.split())
-# Other names of the same option.
-_ALIASES = {"cluster": "clusters", "tasks": "ntasks", "tasks-per-node": "ntasks-per-node"}
-_NAMES = sorted({*VALUED, *_FLAGS.split(), *_ALIASES})
+#: Other names of the same option, also of srun.
+ALIASES = {"cluster": "clusters", "tasks": "ntasks", "tasks-per-node": "ntasks-per-node"}
+_NAMES = sorted({*VALUED, *_FLAGS.split(), *ALIASES})
 
 _SHORT = """
 a:array A:account b:begin B:extra-node-info c:cpus-per-task C:constraint d:dependency D:chdir
@@ -52,7 +52,7 @@ def long_names(given: str) -> list[str]:
     The list is empty for an unknown name, and has several for an ambiguous beginning.
     """
     names = [given] if given in _NAMES else [one for one in _NAMES if one.startswith(given)]
-    return list(dict.fromkeys(_ALIASES.get(name, name) for name in names))
+    return list(dict.fromkeys(ALIASES.get(name, name) for name in names))
 
 
 def similar(given: str) -> list[str]:
@@ -60,4 +60,4 @@ def similar(given: str) -> list[str]:
 
     The list is empty if none is near: the option may be one of a plugin of the site (spank(7)).
     """
-    return [_ALIASES.get(name, name) for name in [nearest(given, _NAMES, cutoff=0.8)] if name]
+    return [ALIASES.get(name, name) for name in [nearest(given, _NAMES, cutoff=0.8)] if name]
