@@ -28,20 +28,17 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 on a difference"
     )
     check = parser.parse_args().check
-    differing = blocks.differing(TOP)
-    for path, text in differing.items():
+    pages = blocks.differing(TOP)
+    pictures = {charts.path(name, TOP): name for name in charts.differing(TOP)}
+    for path in (*pages, *pictures):
         print(f"{path.relative_to(TOP)}: {'differs from its results' if check else 'written'}")
         if not check:
-            path.write_text(text)
-    old = charts.differing(TOP)
-    for path in (charts.path(name, TOP) for name in old):
-        print(f"{path.relative_to(TOP)}: {'differs from its results' if check else 'written'}")
-        if not check:
+            content = pages[path].encode() if path in pages else charts.draw(pictures[path], TOP)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(charts.draw(path.stem, TOP))
-    if check and (differing or old):
+            path.write_bytes(content)
+    if check and (pages or pictures):
         print(f"fix: {blocks.COMMAND}")
-    return bool(check and (differing or old))
+    return bool(check and (pages or pictures))
 
 
 if __name__ == "__main__":
