@@ -2,6 +2,7 @@
 
 A step is the next world_size × accumulate batches of the order. Micro-batch i of a step belongs to
 rank i mod world_size, at accumulation index i div world_size. All ranks draw the same order.
+`Shared` is what loaders with and without such an order have in common.
 """
 
 import hashlib
