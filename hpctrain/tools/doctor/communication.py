@@ -7,16 +7,11 @@ import torch
 
 from hpctrain.backends.base import Backend
 
-__all__ = ["checked", "run_sums", "sizes"]
+__all__ = ["checked", "run_sums"]
 
 _MB = 10**6
 _CHECKED = (1, 1000, 100_003)  # elements; 2, 4, 8 … ranks cannot share the last evenly
 _REPEATS = 5
-
-
-def sizes(backend: Backend) -> tuple[int, int]:
-    """Return the sizes in bytes of the sums that are timed."""
-    return _MB, 64 * _MB if backend.device.type == "cuda" else 16 * _MB
 
 
 def checked(backend: Backend, count: int) -> bool:
@@ -26,19 +21,20 @@ def checked(backend: Backend, count: int) -> bool:
     return bool(torch.equal(backend.sum(pattern * (backend.rank + 1)), pattern * total))
 
 
-def run_sums(backend: Backend) -> list[float]:
+def run_sums(backend: Backend) -> tuple[bool, dict[int, float]]:
     """Check and time sums on this rank; all ranks must call this together.
 
     Returns:
-        1.0 if all sums were exact on this rank, else 0.0; then the bus bandwidth in GB/s of each
-        size in `sizes`.
+        Whether all sums were exact on this rank; and the bus bandwidth in GB/s, by size in bytes.
     """
     # Run every check, even after a wrong sum: each sum needs all ranks.
     exact = sum(checked(backend, count) for count in _CHECKED) == len(_CHECKED)
-    n = backend.world_size
+    n, largest = backend.world_size, 64 * _MB if backend.device.type == "cuda" else 16 * _MB
     # Bytes over each rank's link per second. Source: bus bandwidth in nccl-tests' PERFORMANCE.md.
-    speeds = [2 * (n - 1) / n * size / _time_sum(backend, size) / 1e9 for size in sizes(backend)]
-    return [float(exact), *speeds]
+    speeds = {
+        size: 2 * (n - 1) / n * size / _time_sum(backend, size) / 1e9 for size in (_MB, largest)
+    }
+    return exact, speeds
 
 
 def _time_sum(backend: Backend, size: int) -> float:

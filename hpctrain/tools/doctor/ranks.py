@@ -198,12 +198,12 @@ def _check_sums(
         found = bool(marker) and storage.finds(run, marker)
         sums = communication.run_sums(backend)
         # All ranks leave the last sum within milliseconds.
-        numbers = backend.gather_object([found, time.time(), *sums])
+        seen = backend.gather_object((found, time.time(), *sums))
         if world.rank == 0:
-            shared, clocks, exact, *speeds = zip(*numbers, strict=True)
+            shared, clocks, exact, speeds = zip(*seen, strict=True)
             wrong = [rank for rank, right in enumerate(exact) if not right]
-            by_size = dict(zip(communication.sizes(backend), map(min, speeds), strict=True))
-            report.sums(backend.transport, wrong, by_size)
+            slowest = {size: min(own[size] for own in speeds) for size in speeds[0]}
+            report.sums(backend.transport, wrong, slowest)
             report.add([judge_sums(backend.transport, wrong)])
             report.add([*judge_clocks(clocks), *judge_shared(met.roster, shared)])
         # No rank closes the backend while another rank still uses it.
