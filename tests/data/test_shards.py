@@ -362,6 +362,13 @@ def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, mon
     with monkeypatch.context() as patched:
         patched.setattr(Path, "iterdir", refuse)
         assert f"{folders}: Permission denied" in refusal("HT511", folders, "test").found
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", refuse)
+        train = folders / "train"
+        assert refusal("HT511", folders).found == f"--data {folders}: {train}: Permission denied"
+        with pytest.raises(UsageError, match=f"{train}: Permission denied"):
+            make(folders, new, ["train"], 10**6)
+    assert not new.exists()
 
 
 def test_splits_with_different_classes_are_refused(folders):

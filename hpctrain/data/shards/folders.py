@@ -33,21 +33,11 @@ class FolderSource:
 
     Raises:
         UsageError: the folder does not have this layout.
+        OSError: a folder cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.place = os.fspath(folder)
-        try:
-            self._list()
-        except OSError as error:
-            raise UsageError(
-                "HT511",
-                f"{error.filename or self.place}: {error.strerror}",
-                "folders and files that can be read",
-            ) from None
-
-    def _list(self) -> None:
-        """List the classes and their images."""
         _, self.classes, flat = next(_walk(self.place))
         if not self.classes:
             raise UsageError(
@@ -61,9 +51,9 @@ class FolderSource:
         starts, ends, names = [0], array("Q"), bytearray()
         for name in self.classes:
             for place, _, files in _walk(os.path.join(self.place, name)):
-                folder = os.path.relpath(place, self.place)
+                below = os.path.relpath(place, self.place)
                 for file in files:
-                    names += os.fsencode(f"{folder}/{file}")
+                    names += os.fsencode(f"{below}/{file}")
                     ends.append(len(names))
             if len(ends) == starts[-1]:
                 raise UsageError(

@@ -44,13 +44,13 @@ def make(
     target = target.resolve()  # resolves links, and `.`
     try:
         _refuse(source, target, splits)
+        sources = {split: FolderSource(source / split) for split in splits}
     except OSError as error:
         raise UsageError(
             "HT511",
             f"{error.filename}: {error.strerror}",
             "folders that can be read, and one to write",
         ) from None
-    sources = {split: FolderSource(source / split) for split in splits}
     part = target.with_name(f".{target.name}.part")
     try:
         part.mkdir(parents=True)
