@@ -8,11 +8,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 
@@ -40,7 +40,6 @@ __all__ = [
     "write",
 ]
 
-T = TypeVar("T")
 # Begins to save, and returns a function that waits until all is on the disk.
 Save = Callable[[], Callable[[], Any]]
 
@@ -141,6 +140,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
     opened: list[Saves] = []  # empty at all ranks but rank 0
     stalls: dict[str, list[float]] = {BASE: [], OURS: [], WRITE: []}
 
+    @_usage_errors()
     def save(name: str) -> float:
         saves = opened[0]
         saves.clear()
@@ -148,13 +148,12 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
         stalls[name].append(stall)
         return seconds
 
-    def turn(name: str) -> float:
-        return on_rank_zero(session.backend, partial(_as_usage_error, partial(save, name)))
-
     with ExitStack() as undo:
         begin = partial(_open, arguments, session.device, undo, opened)
-        path, size = on_rank_zero(session.backend, partial(_as_usage_error, begin))
-        arms = {name: partial(turn, name) for name in stalls}
+        path, size = on_rank_zero(session.backend, begin)
+        arms = {
+            name: partial(on_rank_zero, session.backend, partial(save, name)) for name in stalls
+        }
         in_turns(session, arms, 0.0, 1)  # warm-up: memory is allocated, and directories are created
         times = in_turns(session, arms, arguments.seconds)
     if not session.is_main:
@@ -167,6 +166,27 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
     return {"path": path, "bytes": size, "title": title, "results": results}
 
 
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn an error of the file system into a UsageError.
+
+    Raises:
+        UsageError: the context raised such an error.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointError) as error:
+        # torch.save raises a RuntimeError on a full disk.
+        raise UsageError(
+            "HT901",
+            f"the checkpoint cannot be measured: {first_line(error)}",
+            "a file system with room, which this user may write to",
+            "--size 100MB",
+            "--run-dir DIR on another file system",
+        ) from None
+
+
+@_usage_errors()
 def _open(
     arguments: argparse.Namespace, device: torch.device, undo: ExitStack, opened: list[Saves]
 ) -> tuple[str, int]:
@@ -181,25 +201,6 @@ def _open(
     opened.append(Saves(folder, size, device))
     undo.callback(opened[0].close)
     return str(path), size
-
-
-def _as_usage_error(function: Callable[[], T]) -> T:
-    """Return the result of a function; turn an error of the file system into a UsageError.
-
-    Raises:
-        UsageError: the function raised an error.
-    """
-    try:
-        return function()
-    except (OSError, RuntimeError, CheckpointError) as error:
-        # torch.save raises a RuntimeError on a full disk.
-        raise UsageError(
-            "HT901",
-            f"the checkpoint cannot be measured: {first_line(error)}",
-            "a file system with room, which this user may write to",
-            "--size 100MB",
-            "--run-dir DIR on another file system",
-        ) from None
 
 
 def _fitting(free: int, memory: int | None) -> int:

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 __all__ = [
     "HEADS",
     "Results",
-    "Series",
     "arms",
     "compare",
     "describe",
