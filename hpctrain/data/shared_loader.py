@@ -45,24 +45,23 @@ class SharedLoader(Shared):
         self._slots = own.slots
         self._seed = seed = sharing.seed if is_divided else own.seed
         samples = _Samples(loader, own.seed)
-        self._parts: dict[bool, tuple[Order, DataLoader[Any]]] = {}
-        for trains in (True, False):
-            order = Order(loader, own, seed, split, trains)
-            self._parts[trains] = (
-                order,
-                copied(loader, dataset=samples, batch_sampler=order, collate_fn=_as_it_is),
-            )
+        # Of the training and of evaluations.
+        self._orders = {trains: Order(loader, own, seed, split, trains) for trains in (True, False)}
+        self._loaders = {
+            trains: copied(loader, dataset=samples, batch_sampler=order, collate_fn=_as_it_is)
+            for trains, order in self._orders.items()
+        }
         self._trains = False
-        self.steps = self._parts[True][0].steps
+        self.steps = self._orders[True].steps
 
     def __len__(self) -> int:
         """Return the number of micro-batches of this rank in an epoch of training."""
-        return len(self._parts[True][0])
+        return len(self._orders[True])
 
     def begin(self, epoch: int, first: int, state: Any = None) -> None:
         """Prepare the next iteration for training; the order needs no state."""
         del state
-        order, sharing = self._parts[True][0], self._sharing
+        order, sharing = self._orders[True], self._sharing
         order.epoch, order.first, self._trains = epoch, first, True
         if sharing.world_size > 1 and not self._whole:
             lengths = sharing.exchange(str(order.steps))
@@ -74,10 +73,11 @@ class SharedLoader(Shared):
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
         trains, self._trains = self._trains, False
-        order, own = self._parts[trains]
+        order = self._orders[trains]
         begin_own(self.source, order.epoch, self._sharing.seed)
         order.begun = ""
-        batches = begun(own, RandomStream(seeds.derive("loader", self._seed, order.epoch)))
+        stream = RandomStream(seeds.derive("loader", self._seed, order.epoch))
+        batches = begun(self._loaders[trains], stream)
         if trains:
             return self._weighed(order, batches)
         self.events.evaluation()
