@@ -11,12 +11,15 @@ from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.jobs.handle import Job
+    from hpctrain.jobs.job_curves import curves
     from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["Job", "JobSpec", "curves", "find", "submit"]
 
 if not TYPE_CHECKING:  # a type checker would take any name
-    __getattr__ = lazy(__name__, {"handle": ("Job",), "spec": ("JobSpec",)})
+    __getattr__ = lazy(
+        __name__, {"handle": ("Job",), "job_curves": ("curves",), "spec": ("JobSpec",)}
+    )
 
 
 def submit(
@@ -67,21 +70,3 @@ def find(job: str | int | os.PathLike[str]) -> "Job":
     from hpctrain.jobs.handle import Job
 
     return Job(job_store.find(job))
-
-
-def curves(run: str | os.PathLike[str], *others: str | os.PathLike[str]) -> bytes:
-    """Return one figure of several runs as a PNG: a curve for each run, a panel for each metric.
-
-    `IPython.display.Image` shows it in a notebook. The panels are the first six of a report. The
-    runs may have been started by any launcher, and may go on.
-
-    Args:
-        run: run directory.
-        others: run directories to compare with.
-
-    Raises:
-        UsageError: matplotlib is not installed, or there is no run in a folder.
-    """
-    from hpctrain.jobs import job_curves
-
-    return job_curves.compare((run, *others))

@@ -8,6 +8,7 @@ states need accounting, and it takes results of a stopped or crashed start for t
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hpctrain.rundir import RunDirectory
 __all__ = ["Job"]
 
 _POLL_SECONDS = 0.5
+_DRAWING_SECONDS = 2.0
 _LONGEST_PAUSE = 10.0
 # A file that another host has written may appear late: the attribute cache of NFS.
 _SECONDS_FOR_RESULT = 15.0
@@ -62,8 +64,6 @@ class Job:
         self._record = record
         self.id, self.ranks = record.id, record.ranks
         self.run_dir, self.folder = record.run_dir, record.folder
-        self._last, self._last_query = (_UNKNOWN, False), float("-inf")
-        self._pause = _POLL_SECONDS
 
     @property
     def state(self) -> str:
@@ -80,24 +80,28 @@ class Job:
         Args:
             timeout: seconds to wait; None for no limit. The job continues, also after Ctrl-C.
         """
-        self._last_query, self._pause = float("-inf"), _POLL_SECONDS
-        state, ended = self._wait(timeout)
-        return state if ended else self.state
+        state = _UNKNOWN
+        for state in self._states(_POLL_SECONDS, timeout):
+            pass
+        return state
 
-    def _wait(self, timeout: float | None) -> tuple[str, bool]:
-        """Wait, and return the state at the last query, and whether the job has ended.
+    def _states(self, step: float, timeout: float | None = None) -> Iterator[str]:
+        """Yield the state every `step` seconds, until the job has ended or the time is over.
 
-        Slurm is queried at growing intervals, also over several calls.
+        Slurm is queried at growing intervals, and once more when the time is over.
         """
         end = time.monotonic() + timeout if timeout is not None else float("inf")
+        due, pause = float("-inf"), _POLL_SECONDS
         while True:
             now = time.monotonic()
-            if now >= self._last_query + self._pause:
-                self._last, self._last_query = self._look(), now
-                self._pause = min(1.25 * self._pause, _LONGEST_PAUSE)
-            if self._last[1] or now >= end:
-                return self._last
-            time.sleep(min(_POLL_SECONDS, end - now))
+            if now >= min(due, end):
+                state, ended = self._look()
+                pause = min(1.25 * pause, _LONGEST_PAUSE)
+                due = now + pause
+            yield state
+            if ended or now >= end:
+                return
+            time.sleep(min(step, end - now))
 
     def result(self) -> Any:
         """Wait for the job, and return the function's result on rank 0; see `results`."""
@@ -147,9 +151,9 @@ class Job:
         Raises:
             UsageError: matplotlib is not installed.
         """
-        self._last_query, self._pause = float("-inf"), _POLL_SECONDS
         title = f"{self._record.title}-{self.id}"
-        return job_curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
+        states = self._states(_DRAWING_SECONDS)
+        return job_curves.follow(title, self.metrics, states, self.folder / "curves.png")
 
     def cancel(self) -> None:
         """End the job, and keep what it has saved.

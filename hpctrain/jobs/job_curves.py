@@ -3,15 +3,14 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.monitoring import drawing
 
-__all__ = ["compare", "follow", "png"]
+__all__ = ["curves", "follow", "png"]
 
-_SECONDS = 2.0
 _MOST_PANELS = 6
 
 Rows = Sequence[Mapping[str, Any]]
@@ -28,35 +27,40 @@ def png(rows: Rows, title: str) -> bytes:
         UsageError: matplotlib is not installed.
     """
     drawing.need("notebook", "matplotlib.figure")
-    from hpctrain.monitoring import curves, figures
+    from hpctrain.monitoring import figures
+    from hpctrain.monitoring.curves import History, collect, panels
 
-    series, _ = curves.collect(rows)
-    run = curves.History(title, series, [])
-    return figures.png(curves.panels([run])[:_MOST_PANELS], title)
+    series, _ = collect(rows)
+    return figures.png(panels([History(title, series, [])])[:_MOST_PANELS], title)
 
 
-def compare(paths: Sequence[str | os.PathLike[str]]) -> bytes:
-    """Return a figure of runs as a PNG; see `hpctrain.jobs.curves`.
+def curves(run: str | os.PathLike[str], *others: str | os.PathLike[str]) -> bytes:
+    """Return one figure of several runs as a PNG: a curve for each run, a panel for each metric.
+
+    `IPython.display.Image` shows it in a notebook. The panels are the first six of a report. The
+    runs may have been started by any launcher, and may go on.
 
     Args:
-        paths: run directories.
+        run: run directory.
+        others: run directories to compare with.
 
     Raises:
-        UsageError: matplotlib is not installed, or there is no run in a path.
+        UsageError: matplotlib is not installed, or there is no run in a folder.
     """
     drawing.need("notebook", "matplotlib.figure")
-    from hpctrain.monitoring import curves, figures
+    from hpctrain.monitoring import figures
+    from hpctrain.monitoring.curves import panels
     from hpctrain.monitoring.report import run_reader
 
-    runs = run_reader.read([os.fspath(path) for path in paths])
+    runs = run_reader.read([os.fspath(path) for path in (run, *others)])
     title = f"{len(runs)} runs" if len(runs) > 1 else runs[0].label
-    return figures.png(curves.panels(runs)[:_MOST_PANELS], title)
+    return figures.png(panels(runs)[:_MOST_PANELS], title)
 
 
 def follow(
     title: str,
     rows: Callable[[], Rows],
-    wait: Callable[[float], tuple[str, bool]],
+    states: Iterable[str],
     path: Path,
 ) -> Path | None:
     """Draw until a job has ended: in a notebook in one place, else into a file.
@@ -64,8 +68,7 @@ def follow(
     Args:
         title: title of the job.
         rows: function that returns the rows logged so far.
-        wait: function that waits for a number of seconds, or until the job has ended; it returns
-            the state, and whether the job has ended.
+        states: states of the job, one from time to time until it has ended.
         path: path of the file.
 
     Returns:
@@ -76,10 +79,8 @@ def follow(
     """
     in_notebook = _in_notebook()
     drawn: tuple[int, str] | None = None
-    ended, seconds = False, 0.0
     with contextlib.suppress(KeyboardInterrupt):  # the job continues
-        while not ended:
-            state, ended = wait(seconds)
+        for state in states:
             logged = rows()  # after the state: a job that has ended logs nothing more
             if drawn != (len(logged), state):
                 image = png(logged, f"{title}, {state}")
@@ -93,7 +94,6 @@ def follow(
                     path.write_bytes(image)
                     sys.stderr.write(f"{path}: {_values(logged) or 'nothing logged so far'}\n")
                 drawn = len(logged), state
-            seconds = _SECONDS
     return None if in_notebook else path
 
 

@@ -46,12 +46,10 @@ def test_curves_draw_any_metric_name(rows):
 
 
 def test_curves_redraw_png_file_until_job_ends(tmp_path, capsys):
-    seen = iter([("PENDING", False), ("RUNNING", False), ("RUNNING", False), ("COMPLETED", True)])
+    states = ["PENDING", "RUNNING", "RUNNING", "COMPLETED"]
     rounds = iter([[], ROWS[:1], ROWS[:1], ROWS])
     path = tmp_path / "curves.png"
-    assert (
-        job_curves.follow("train-7", lambda: next(rounds), lambda seconds: next(seen), path) == path
-    )
+    assert job_curves.follow("train-7", lambda: next(rounds), states, path) == path
     assert path.read_bytes().startswith(PNG)
     # Without new rows, nothing is drawn.
     assert [line.split(": ")[1][:7] for line in capsys.readouterr().err.splitlines()] == [
@@ -60,10 +58,11 @@ def test_curves_redraw_png_file_until_job_ends(tmp_path, capsys):
 
 
 def test_curves_ctrl_c_ends_only_the_drawing(tmp_path):
-    def interrupt(seconds):
+    def interrupted():
+        yield "RUNNING"
         raise KeyboardInterrupt
 
-    assert job_curves.follow("train-7", list, interrupt, tmp_path / "curves.png")
+    assert job_curves.follow("train-7", list, interrupted(), tmp_path / "curves.png")
 
 
 def test_curves_without_matplotlib_name_the_extra_to_install(monkeypatch):

@@ -210,7 +210,7 @@ def test_job_curves_poll_slurm_less_and_less_often(slurm, monkeypatch):
 
     monkeypatch.setattr(handle.job_curves, "png", lambda rows, title: b"")
     monkeypatch.setattr(
-        handle.job_curves, "follow", lambda title, _, wait, path: draw(title, rows, wait, path)
+        handle.job_curves, "follow", lambda title, _, states, path: draw(title, rows, states, path)
     )
     job.curves()
     assert clock[0] == pytest.approx(300, abs=5)
