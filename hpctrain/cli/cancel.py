@@ -41,11 +41,11 @@ def _cancel(named: lookup.Named) -> None:
     active_jobs = [job for job in named.jobs if job.active]
     if not active_jobs:
         state = printable(named.jobs[0].state).lower()
-        _print_line(f"job {named.label} has ended already: {state}")
+        put(f"job {named.label} has ended already: {state}\n")
         return
     runs = [run_progress.run_of(job, os.environ) for job in active_jobs]
     slurm.cancel([named.label], os.environ)
-    _print_line(f"job {named.label} ({printable(active_jobs[0].name)}) is cancelled")
+    put(f"job {named.label} ({printable(active_jobs[0].name)}) is cancelled\n")
     for run in runs:
         if run is None:
             continue
@@ -54,13 +54,8 @@ def _cancel(named: lookup.Named) -> None:
             # The run saves once more before it ends.
             newest = f"the newest of step {steps[-1]} or later"
             path = printable(run)
-            _print_line(f"{path} keeps its checkpoints, {newest}")
-            _print_line(
-                f"to continue: hpctrain submit … --run-dir {shlex.quote(path)} -- … --resume"
-            )
+            again = f"--run-dir {shlex.quote(path)} -- … --resume"
+            put(f"{path} keeps its checkpoints, {newest}\n")
+            put(f"to continue: hpctrain submit … {again}\n")
         else:
-            _print_line(f"{printable(run)} has no checkpoint yet")
-
-
-def _print_line(line: str) -> None:
-    put(f"{line}\n")
+            put(f"{printable(run)} has no checkpoint yet\n")

@@ -162,8 +162,15 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: options are missing, do not fit together, or would have no effect.
     """
-    _check_combination(arguments)
-    _check_way(arguments)
+    if arguments.min_nproc is not None and not arguments.elastic:
+        raise UsageError("HT804", "--min-nproc without --elastic", "both", _ELASTIC)
+    _check_several_hosts(arguments)
+    # With --direct and --once there are no agents.
+    way = "--direct" if arguments.direct else "--once" if arguments.once else None
+    if way is not None:
+        names = (*_OF_AGENTS, "container") if arguments.once else _OF_AGENTS
+        expected = "ranks that the agents of hpctrain run start"
+        _refuse(arguments, names, f"with {way}", expected, f"hpctrain run without {way}")
 
 
 def check_outside_of_a_job(arguments: argparse.Namespace, names: Sequence[str] = OF_A_JOB) -> None:
@@ -202,27 +209,12 @@ def check_spares(spares: int | None, hosts: Sequence[str]) -> None:
         )
 
 
-def _check_way(arguments: argparse.Namespace) -> None:
-    """Check whether there is no option for agents with --direct or --once, which start none.
-
-    Raises:
-        UsageError: an option would have no effect.
-    """
-    way = "--direct" if arguments.direct else "--once" if arguments.once else None
-    if way is not None:
-        names = (*_OF_AGENTS, "container") if arguments.once else _OF_AGENTS
-        expected = "ranks that the agents of hpctrain run start"
-        _refuse(arguments, names, f"with {way}", expected, f"hpctrain run without {way}")
-
-
-def _check_combination(arguments: argparse.Namespace) -> None:
-    """Check whether options that belong together are there.
+def _check_several_hosts(arguments: argparse.Namespace) -> None:
+    """Check the options for one of several hosts without a scheduler.
 
     Raises:
         UsageError: options are missing, or do not fit together.
     """
-    if arguments.min_nproc is not None and not arguments.elastic:
-        raise UsageError("HT804", "--min-nproc without --elastic", "both", _ELASTIC)
     options = {
         "--node-rank": arguments.node_rank,
         "--main-address": arguments.main_address,

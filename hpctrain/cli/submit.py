@@ -7,12 +7,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from hpctrain.cli.job_options import (
-    EXAMPLE,
-    add_job_options,
-    no_command,
-    spec_from,
-)
+from hpctrain.cli.job_options import EXAMPLE, add_job_options, no_command, spec_from
 from hpctrain.cli.terminal import INTERRUPTED, note
 from hpctrain.cluster.texts import printable
 from hpctrain.jobs import site
@@ -65,15 +60,15 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(described, spec)
     log = job_paths.log_size(spec, os.environ)
-    submitted = submission.send(spec, os.environ)
-    for line in submitted.notes:
+    job, notes = submission.send(spec, os.environ)
+    for line in notes:
         note(line)
-    sys.stdout.write(f"{submitted.job}\n")
+    sys.stdout.write(f"{job}\n")
     sys.stdout.flush()
-    _print_next(spec, submitted.job)
+    _print_next(spec, job)
     if not (arguments.wait or arguments.follow):
         return 0
-    return _wait(spec, submitted.job, arguments.follow, log)
+    return _wait(spec, job, arguments.follow, log)
 
 
 def _print_next(spec: JobSpec, job: str) -> None:

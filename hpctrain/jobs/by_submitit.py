@@ -159,8 +159,8 @@ class _Executor(submitit.SlurmExecutor):
             environment={**spec.environment, "SUBMITIT_EXECUTOR": "slurm"},
             output=spec.output or os.path.relpath(folder / "%j.log"),
         )
-        submitted = submission.send(spec, self._env)
-        for note in submitted.notes:
+        job, notes = submission.send(spec, self._env)
+        for note in notes:
             logger.warning("%s", note)
         tasks = list(range(spec.ranks))
-        return submitit.SlurmJob(folder=folder, job_id=submitted.job, tasks=tasks)
+        return submitit.SlurmJob(folder=folder, job_id=job, tasks=tasks)

@@ -8,6 +8,7 @@ states need accounting, and it takes results of a stopped or crashed start for t
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,8 @@ class Job:
         Args:
             timeout: seconds to wait; None for no limit. The job continues, also after Ctrl-C.
         """
-        state = _UNKNOWN
-        for state in self._states(_POLL_SECONDS, timeout):
-            pass
-        return state
+        (last,) = deque(self._states(_POLL_SECONDS, timeout), maxlen=1)
+        return last
 
     def _states(self, step: float, timeout: float | None = None) -> Iterator[str]:
         """Yield the state every `step` seconds, until the job has ended or the time is over.

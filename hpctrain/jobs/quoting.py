@@ -3,9 +3,10 @@
 import re
 import shlex
 
-__all__ = ["directive", "quote"]
+__all__ = ["PLAIN", "directive", "quote"]
 
-_PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
+#: A value that every parser of directives takes as it is.
+PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
 _ESCAPES = {"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -46,7 +47,7 @@ def directive(name: str, value: str | None) -> str:
         return f"#SBATCH --{name}"
     if not all(character.isprintable() for character in value):
         raise ValueError("one line of printable characters")
-    if value and _PLAIN.match(value):
+    if PLAIN.match(value):
         return f"#SBATCH --{name}={value}"
     quoted = re.sub(r'(["\\])', r"\\\1", value)
     return f'#SBATCH --{name}="{quoted}"'

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.cluster import slurm
@@ -14,28 +14,18 @@ from hpctrain.jobs import job_checks, job_environment, job_paths, script
 from hpctrain.jobs.slurm_reasons import absent
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["Sent", "send", "text", "trial"]
+__all__ = ["send", "text", "trial"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A job that Slurm has accepted.
-
-    Attributes:
-        job: job number; for an array, the number of the array.
-        notes: lines to show to the user.
-    """
-
-    job: str
-    notes: tuple[str, ...]
-
-
-def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
+def send(spec: JobSpec, env: Mapping[str, str]) -> tuple[str, list[str]]:
     """Submit a job by sbatch from the current folder.
 
     Args:
         spec: job with the defaults of its profile and site.
         env: environment of this process.
+
+    Returns:
+        The job number, for an array that of the array; and lines to show to the user.
 
     Raises:
         UsageError: Slurm refuses a value of the job, or the job could not run.
@@ -51,9 +41,8 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> Sent:
         from hpctrain.rundir import frozen_code
 
         frozen_code.note_job(frozen_code.STORE, answer.job, tree)
-    return Sent(
-        answer.job, (*notes, *host_notes, *code_notes, *left_out, *answer.message.splitlines())
-    )
+    notes += [*host_notes, *code_notes, *left_out, *answer.message.splitlines()]
+    return answer.job, notes
 
 
 def _without_bad_hosts(spec: JobSpec, env: Mapping[str, str]) -> tuple[JobSpec, list[str]]:
@@ -111,12 +100,7 @@ def text(spec: JobSpec, tree: str = "") -> str:
     return script.render(replace(spec, output=job_paths.pattern(spec)), tree)
 
 
-def _answer(
-    script_text: str,
-    spec: JobSpec,
-    env: Mapping[str, str],
-    *options: str,
-) -> slurm.Answer:
+def _answer(script_text: str, spec: JobSpec, env: Mapping[str, str], *options: str) -> slurm.Answer:
     # Through standard input: a file could change before the job starts.
     try:
         answer = slurm.sbatch(script_text.encode(errors="surrogateescape"), env, options)

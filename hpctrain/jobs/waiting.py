@@ -99,7 +99,6 @@ def wait(
     env: Mapping[str, str],
     report: Callable[[str], None],
     log: Log | None = None,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> list[JobOutcome]:
     """Wait until a job, or all tasks of an array, have ended; also through requeues.
 
@@ -108,7 +107,6 @@ def wait(
         env: environment for Slurm's commands.
         report: function that gets a line for the user after each change.
         log: log of a job that is no array, to read in the meantime.
-        sleep: function that sleeps for a number of seconds.
     """
     jobs: dict[str, slurm.QueuedJob] = {}
     reported: dict[str, str] = {}
@@ -131,10 +129,10 @@ def wait(
             before, ended = ended, not any(job.active for job in listed.values())
             if ended and (before or not any(job.state in _MAY_RESTART for job in listed.values())):
                 break
-        _sleep_and_read(log, jobs, pause, sleep)
+        _sleep_and_read(log, jobs, pause)
         pause = min(pause * _GROWTH, _LONGEST_PAUSE)
     if log is not None:
-        _sleep_and_read(log, jobs, _LAST_SECONDS, sleep)
+        _sleep_and_read(log, jobs, _LAST_SECONDS)
         log.read(next(iter(jobs.values()), None), last=True)
     return _outcomes(number, jobs, listed, env)
 
@@ -158,20 +156,15 @@ def _described(job: slurm.QueuedJob) -> str:
     return f"{text}: {reason}" if reason else text
 
 
-def _sleep_and_read(
-    log: Log | None,
-    jobs: Mapping[str, slurm.QueuedJob],
-    pause: float,
-    sleep: Callable[[float], None],
-) -> None:
+def _sleep_and_read(log: Log | None, jobs: Mapping[str, slurm.QueuedJob], pause: float) -> None:
     """Sleep, and read the log in the meantime."""
     job = next(iter(jobs.values()), None)
     while log is not None and pause > 0:
-        sleep(_LOG_SECONDS)
+        time.sleep(_LOG_SECONDS)
         log.read(job)
         pause -= _LOG_SECONDS
     if pause > 0:
-        sleep(pause)
+        time.sleep(pause)
 
 
 def _outcomes(

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import fake_slurm
 import pytest
@@ -389,8 +391,10 @@ class Timeline:
         if self.states:
             self.fake.jobs(*self.states.pop(0))
 
-    def wait(self, log=None):
-        return waiting.wait("70", self.fake.env, self.messages.append, log, self.next)
+    def wait(self, log=None, sleep=None):
+        clock = SimpleNamespace(sleep=sleep or self.next)
+        with mock.patch.object(waiting, "time", clock):
+            return waiting.wait("70", self.fake.env, self.messages.append, log)
 
 
 RUNS, WAITS = job("70"), job("70", State="PENDING", Reason="BeginTime", RestartCnt="1", NodeList="")
@@ -483,8 +487,7 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
                 file.write(b"%d\xff\r" % len(timeline.states))
         timeline.next()
 
-    log = waiting.Log(0, out)
-    waiting.wait("70", fake.env, timeline.messages.append, log, next_state)
+    timeline.wait(waiting.Log(0, out), next_state)
     assert out.getvalue() == path.read_bytes()
     assert out.getvalue().startswith(b"2\xff\r1\xff\r0\xff\r")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.jobs import spec as job_spec
 from hpctrain.jobs import units
+from hpctrain.jobs.quoting import PLAIN
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = [
@@ -29,7 +30,6 @@ OF_SLURM = (
     *("finish", "container", "stage_code", "stage_environment", "stage_data"),
     *("max_restarts", "requeue_plain"),
 )
-_PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def plain(name: str, value: str) -> str:
     Raises:
         ValueError: it has other characters.
     """
-    if not _PLAIN.match(value):
+    if not PLAIN.match(value):
         raise ValueError(f"{name} = {value!r}", "letters, digits and @%+=:,./_-")
     return value
 
