@@ -1,6 +1,7 @@
 """Value types of the options, the same for the command line and for keyword arguments."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
@@ -55,12 +56,11 @@ def option(
 common = functools.partial(option, common=True)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Number:
     """Number type for argparse, which also checks Python values.
 
     Attributes:
-        name: name of the type in argparse's messages.
         expected: description of the accepted values, for messages.
         metavar: name of a value in the help.
         above, below: open interval of the accepted values.
@@ -68,7 +68,6 @@ class Number:
         literal: a text that is accepted as well.
     """
 
-    name: str
     expected: str
     metavar: str = "X"
     above: float = -math.inf
@@ -76,14 +75,11 @@ class Number:
     least: int | None = None
     literal: str | None = None
 
-    def __repr__(self) -> str:
-        return self.name
-
     def __call__(self, text: str) -> float | int | str:
         """Convert a text of the command line."""
-        if text == self.literal:
-            return text
-        value = int(text) if self.least is not None else float(text)
+        value: float | int | str = text
+        with contextlib.suppress(ValueError):
+            value = int(text) if self.least is not None else float(text)
         if not self.accepts(value):
             raise argparse.ArgumentTypeError(f"{text} is not {self.expected}")
         return value

@@ -43,24 +43,19 @@ def named(given: Given) -> MutableMapping[str, Any]:
 
 
 # Types of the values.
-COUNT = Number("whole number", "a whole number from 1 on", "N", least=1)
-FROM_ZERO = Number("whole number", "a whole number from 0 on", "N", least=0)
-positive = Number("number", "a number above 0", above=0.0)
-not_negative = Number("number", "a number from 0 on", above=math.nextafter(0.0, -1.0))
-fraction = Number("number", "a number above 0 and below 1", above=0.0, below=1.0)
+COUNT = Number("a whole number from 1 on", "N", least=1)
+FROM_ZERO = Number("a whole number from 0 on", "N", least=0)
+positive = Number("a number above 0", above=0.0)
+not_negative = Number("a number from 0 on", above=math.nextafter(0.0, -1.0))
+fraction = Number("a number above 0 and below 1", above=0.0, below=1.0)
 seconds = Number(
-    "number of seconds",
     f"a number above 0, and at most {LONGEST_TIMEOUT:.0f} seconds",
     "S",
     above=0.0,
     below=LONGEST_TIMEOUT + 1.0,
 )
-workers = Number(
-    "number of workers", "a whole number from 0 on, or auto", "N|auto", least=0, literal="auto"
-)
-loss_scale = Number(
-    "loss scale", "a number above 0, or dynamic", "X|dynamic", above=0.0, literal="dynamic"
-)
+workers = Number("a whole number from 0 on, or auto", "N|auto", least=0, literal="auto")
+loss_scale = Number("a number above 0, or dynamic", "X|dynamic", above=0.0, literal="dynamic")
 
 # Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {

@@ -148,10 +148,10 @@ class _Screen:
         ]
 
 
-def curve(values: Sequence[float], blocks: str = _BLOCKS, width: int = _CURVE) -> str:
+def curve(values: Sequence[float], blocks: str) -> str:
     """Return a curve of characters: each is the mean of equally many values, from low to high."""
     finite = [value for value in values if math.isfinite(value)]
-    count = min(width, len(finite))
+    count = min(_CURVE, len(finite))
     if not count:
         return ""
     edges = [len(finite) * number // count for number in range(count + 1)]

@@ -182,16 +182,15 @@ def as_json(status: JobStatus, used: Mapping[str, Any] | None = None) -> dict[st
         "explanation": (explained(job) or None) if job else None,
         "failure": status.failure or None,
         "log": os.path.abspath(status.log) if status.log else None,
-        "run": _run(status) if status.run_dir else None,
+        "run": _run(status, status.run_dir) if status.run_dir else None,
         "used": used,
     }
 
 
-def _run(status: JobStatus) -> dict[str, Any]:
-    folder = status.run_dir or Path()
-    recorded = status.progress or Progress(folder)
+def _run(status: JobStatus, run_dir: Path) -> dict[str, Any]:
+    recorded = status.progress or Progress()
     return {
-        "path": os.path.abspath(folder),
+        "path": os.path.abspath(run_dir),
         "status": status.run_status,
         "step": recorded.step,
         "epoch": None if recorded.epoch is None else recorded.epoch + 1,

@@ -112,7 +112,7 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
 
 def _figures(run: Progress | None) -> tuple[str, str, str, str]:
     """Return the cells from STEP to SAMPLES/S; unknown values are empty."""
-    run = run or Progress(Path())
+    run = run or Progress()
     return (
         "" if run.step is None else str(run.step),
         "" if run.epoch is None else str(run.epoch + 1),

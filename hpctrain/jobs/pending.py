@@ -61,14 +61,8 @@ def lines(job: slurm.QueuedJob, env: Mapping[str, str]) -> list[tuple[str, str]]
 
 def _options(job: slurm.QueuedJob, env: Mapping[str, str]) -> str:
     """Return the options of the job that Slurm's reason is about, and the limits they meet."""
-    names = next(
-        (
-            names
-            for starts, names in _OPTIONS.items()
-            if any(job.reason.strip("()").startswith(start) for start in starts)
-        ),
-        (),
-    )
+    reason = job.reason.strip("()")
+    names = next((names for starts, names in _OPTIONS.items() if reason.startswith(starts)), ())
     values = {
         "nodes": job.nodes, "time": job.limit, "partition": job.partition, "qos": job.quality,
         "dependency": job.dependency, "account": job.account,

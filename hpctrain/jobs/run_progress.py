@@ -31,14 +31,12 @@ class Progress:
     """Progress of a run, as recorded in its directory.
 
     Attributes:
-        path: run directory.
         status: done, stopped, failed or given-up; empty if the run has not ended.
         step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
         reason: why the run ended, if that is recorded.
         effective: where the time of the run went; None if that is not recorded.
     """
 
-    path: Path
     status: str = ""
     step: int | None = None
     epoch: int | None = None
@@ -59,7 +57,6 @@ def progress(path: Path) -> Progress | None:
     for row in _last_rows(directory.metrics):
         newest |= row
     return Progress(
-        path,
         _text(summary.get("status")),
         _number(summary.get("step", newest.get("step")), int),
         _number(newest.get("epoch"), int),

@@ -84,7 +84,7 @@ def test_help_shows_recipe_values(write, capsys):
         ("[training]\nlr = 0.1", "training is no option"),
         ("lr = {x = 1}", "lr: {'x': 1} is not a number or text"),
         ("global_batch = 0", "global_batch: 0 is not a whole number from 1 on"),
-        ("global_batch = 2.5", "global_batch: invalid whole number value: '2.5'"),
+        ("global_batch = 2.5", "global_batch: 2.5 is not a whole number from 1 on"),
         ("global_batch = true", "global_batch: True is not a number or text"),
         ("precision = 'bf61'", "precision: invalid choice: 'bf61' (choose from "),
         ("deterministic = 1", "deterministic: 1 is not true or false"),

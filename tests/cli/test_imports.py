@@ -27,7 +27,7 @@ COMMANDS = {
     "submit --help": (0, "--nodes"),
     "submit job.toml --dry-run": (0, "#SBATCH --nodes=2\n"),
     "submit --dry-run -- python train.py": (0, "train.py"),
-    "submit -- python session.py --epochs two": (2, "invalid whole number"),
+    "submit -- python session.py --epochs two": (2, "is not a whole number"),
     "submit job.toml": (1, "hpctrain run"),
     "status": (0, "Slurm does not answer: no squeue on the PATH"),
     "status --help": (0, "usage: hpctrain status"),
