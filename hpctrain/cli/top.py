@@ -36,7 +36,6 @@ _SECONDS_FOR_A_KEY = 0.25
 _CURVE = 12  # characters of a loss curve
 _BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _HEADS = ("JOB", "NAME", "STATE", "USED", "LEFT", "STEP", "LOSS", "", "SAMPLES/S")
-_RIGHT = ("USED", "LEFT", "STEP", "LOSS", "SAMPLES/S")
 _KEYS = "↑ ↓ select   f follow its log   s stop   c cancel   r requeue   q quit"
 _ACTIONS = {"s": "stop", "c": "cancel", "r": "requeue"}
 _UP, _DOWN = ("\x1b[A", "k"), ("\x1b[B", "j")
@@ -112,7 +111,7 @@ class _Screen:
         for head in _HEADS:
             table.add_column(
                 head,
-                justify="right" if head in _RIGHT else "left",
+                justify="right" if head in job_tables.RIGHT else "left",
                 no_wrap=True,
                 overflow="ellipsis",
                 ratio=1 if head == "NAME" else None,

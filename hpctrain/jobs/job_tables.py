@@ -13,13 +13,14 @@ from hpctrain.jobs.pending import since
 from hpctrain.jobs.run_progress import Progress
 from hpctrain.jobs.slurm_reasons import notes
 
-__all__ = ["HEADS", "aligned", "details", "place", "row_of"]
+__all__ = ["HEADS", "RIGHT", "aligned", "details", "place", "row_of"]
 
 HEADS = (
     *("JOB", "NAME", "STATE", "NODES", "RESTARTS", "USED", "LEFT"),
     *("STEP", "EPOCH", "LOSS", "SAMPLES/S", "RUN, OR WHY IT WAITS"),
 )
-_RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
+#: Columns of numbers.
+RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
 _LONGEST_NAME = 32
 _LONGEST_REASON = 500
 
@@ -94,20 +95,14 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
         rows: rows of printable text.
         width: characters of a line; longer lines are cut. None for no limit.
     """
-    used = [
-        index for index in range(len(rows[0])) if any(row[index] for row in rows[1:]) or index == 0
-    ]
-    widths = {index: max(len(row[index]) for row in rows) for index in used}
-    right = {index for index in used if rows[0][index] in _RIGHT}
-    lines = []
-    for row in rows:
-        cells = [
-            row[index].rjust(widths[index]) if index in right else row[index].ljust(widths[index])
-            for index in used
-        ]
-        line = "  ".join(cells).rstrip()
-        lines.append(shortened(line, width) if width else line)
-    return "\n".join(lines) + "\n"
+    columns = []
+    for number, (head, *cells) in enumerate(zip(*rows, strict=True)):
+        if number == 0 or any(cells):
+            align = str.rjust if head in RIGHT else str.ljust
+            widest = max(map(len, (head, *cells)))
+            columns.append([align(cell, widest) for cell in (head, *cells)])
+    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    return "".join(f"{shortened(line, width or len(line))}\n" for line in lines)
 
 
 def _figures(run: Progress | None) -> tuple[str, str, str, str]:
