@@ -32,6 +32,7 @@ def _shape_of(text: str) -> tuple[int, int]:
 
 
 _shape = typed("number of hosts and of GPUs of each, such as 2x4", _shape_of, lambda one: one[0])
+_kind = typed(f"kind of training: {' or '.join(_KINDS)}", str, _KINDS.__contains__)
 _time = typed("time such as 4h, 1d12h, 90m", units.slurm_time)
 
 
@@ -93,12 +94,6 @@ def _main(arguments: argparse.Namespace) -> int:
         f"{batch} is written; submit it:  {cd}sbatch {batch.name}\n"
     )
     return 0
-
-
-def _kind(text: str) -> str:
-    if text not in _KINDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {' or '.join(_KINDS)}")
-    return text
 
 
 def _ask(question: str, default: str, read: Callable[[str], Any]) -> Any:

@@ -44,7 +44,7 @@ def find(
             of a job.
         user_jobs: the user's own jobs.
         env: environment for Slurm's commands, which look up a number.
-        active_first: whether jobs that have not ended come first, if several jobs have the name.
+        active_first: whether ended jobs with the name of a job do not count if others go on.
 
     Raises:
         UsageError: no job or run has the name, or several have; the message lists candidates.
@@ -62,10 +62,9 @@ def find(
         ]
         return Named(name, label, tuple(run_jobs), path)
     jobs = [job for job in user_jobs if job.name == name]
-    labels = _labels(jobs)
-    if active_first and len(labels) > 1:
+    if active_first:
         jobs = [job for job in jobs if job.active] or jobs
-        labels = _labels(jobs)
+    labels = {job.array if job.task != "N/A" else job.label for job in jobs}
     if len(labels) == 1:
         return Named(name, labels.pop(), tuple(jobs))
     if jobs:
@@ -121,10 +120,6 @@ def run_directory(name: str, env: Mapping[str, str]) -> Path:
             "hpctrain status, which lists the runs below ./runs",
         )
     return found.pop()
-
-
-def _labels(jobs: Sequence[slurm.QueuedJob]) -> set[str]:
-    return {job.array if job.task != "N/A" else job.label for job in jobs}
 
 
 def _run(name: str) -> Path | None:

@@ -100,7 +100,7 @@ def test_init_asks_three_questions_on_a_terminal(monkeypatch):
     with Terminal("init") as terminal:
         terminal.shows("images or text? [images] ")
         terminal.press(b"sound\n")
-        terminal.shows("'sound' is not images or text")
+        terminal.shows("'sound' is no kind of training: images or text")
         terminal.press(b"text\n")
         terminal.shows("Hosts, and GPUs of each? [")
         terminal.press(b"3x2\n")
