@@ -22,9 +22,6 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Difference", "check", "differences", "entry"]
 
-# Their values are sent to the other ranks and may be shown to the user, so no variable that may
-# hold a password.
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Arguments that a launcher sets differently for each rank.
 _OWN_ARGUMENTS = ("--local_rank", "--local-rank")
 _MOST_ARGUMENTS = 200
@@ -69,17 +66,16 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: options that decide the results of the training, by flag.
 
     Returns:
-        `gpu` (its UUID, else PCI address; None for a CPU), `gpu_name`, `visible` (devices, by
-        variable), `versions`, `settings`, `command` (its values are hashed, as they may be
-        passwords), `code` (a hash by file: the script and the modules in its folder that are
-        imported so far), `network` (settings of NCCL, gloo and similar).
+        `gpu` (its UUID, else PCI address; None for a CPU), `gpu_name`, `versions`, `settings`,
+        `command` (its values are hashed, as they may be passwords), `code` (a hash by file: the
+        script and the modules in its folder that are imported so far), `network` (settings of NCCL,
+        gloo and similar).
     """
     cuda = device.type == "cuda"
     nccl = torch.cuda.nccl.version() if cuda else ()  # type: ignore[no-untyped-call]
     return {
         "gpu": _gpu(device) if cuda else None,
         "gpu_name": torch.cuda.get_device_name(device) if cuda else None,
-        "visible": {name: os.environ[name] for name in _VISIBLE if name in os.environ},
         "versions": {
             "hpctrain": __version__,
             "python": platform.python_version(),
