@@ -10,16 +10,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
-
 from hpctrain.backends.borrowed_env import Environment
 
 __all__ = ["FlightRecorder"]
 
-# torch 2.8 renamed them, and each rank warns about the old names.
+# A person may have set the second names, which torch still reads, with a warning.
 _SIZES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _FILES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-_KNOWN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)  # index of the known names
 _ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _REQUEST = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
@@ -38,7 +35,7 @@ class FlightRecorder:
         self._fifo: int | None = None
         self._chosen = next(filter(None, map(os.environ.get, _FILES)), None)
         if not any(map(os.environ.get, _SIZES)):
-            environment.set(_SIZES[_KNOWN], "2000")  # the default of newer releases of torch
+            environment.set(_SIZES[0], "2000")  # the default of newer releases of torch
         environment.default(_ON_TIMEOUT, "1")
         environment.default(_REQUEST, f"{self._folder}/rank-")
 
@@ -54,7 +51,7 @@ class FlightRecorder:
             shutil.rmtree(self._folder, ignore_errors=True)
         prefix = self._chosen or str(folder.absolute() / "nccl-rank-")
         if not self._chosen:
-            self._environment.set(_FILES[_KNOWN], prefix)
+            self._environment.set(_FILES[0], prefix)
         return f"/proc/{os.getpid()}/fd/{self._fifo}", f"{prefix}{self._rank}"
 
     def close(self) -> None:
