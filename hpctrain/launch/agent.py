@@ -37,7 +37,7 @@ from hpctrain.launch.host_start import HostStart, Plan
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import Rank
-from hpctrain.launch.staging import Staging, staged
+from hpctrain.launch.staging import staged
 from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Roster, meet, shared_errors
@@ -264,7 +264,7 @@ def _run(
     elif world.rank == 0 and not plan.waits:
         _print_layout(counts, cores.share(start.here, env), env)
     name = f"{plan.label}{plan.attempt}"
-    with staged(Staging(*plan.staging), name, env) as (own, folder):
+    with staged(plan.staging, name, env) as (own, folder):
         command = list(plan.command)
         if plan.container:
             gpus = start.met.shared["gpus"][world.rank] > 0

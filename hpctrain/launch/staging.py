@@ -6,55 +6,39 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.texts import user_name
 from hpctrain.errors import StartError
 
-__all__ = ["Staging", "staged"]
+__all__ = ["staged"]
 
 _MARK = ".start"  # only folders with this file are removed: all users can write in /tmp
 _LEFT_OUT = ("runs", ".git", ".venv")
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """What each host copies to its own disk; empty for nothing.
-
-    Attributes:
-        code: folder in which the ranks start.
-        environment: tar archive of an environment, with `bin` at its top.
-        data: folder with data; its copy is found by its name.
-    """
-
-    code: str = ""
-    environment: str = ""
-    data: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.code or self.environment or self.data)
-
-
 @contextlib.contextmanager
 def staged(
-    files: Staging, name: str, env: Mapping[str, str]
+    files: Sequence[str], name: str, env: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, str], str | None]]:
     """Copy the files, yield variables and working directory for the ranks, and remove the copies.
 
     Args:
-        files: what to copy.
+        files: what to copy, each empty for nothing: the folder in which the ranks start, a tar
+            archive of an environment with `bin` at its top, and a folder with data, whose copy is
+            found by its name.
         name: name of this start, `LABEL-NUMBER`; copies of earlier starts of LABEL are removed.
         env: environment of this process.
 
     Raises:
         StartError: the files cannot be copied.
     """
-    if not files:
+    if not any(files):
         yield {}, None
         return
+    code, environment, data = files
     top = Path(env.get("SLURM_TMPDIR") or env.get("TMPDIR") or "/tmp")  # noqa: S108
     folder = top / f"hpctrain-{user_name()}-{name}"
     try:
@@ -65,47 +49,49 @@ def staged(
         raise _failed(folder, error) from None
     try:
         try:
-            variables = _copy(files, folder, env)
+            variables = _copy(code, environment, data, folder, env)
         except (OSError, shutil.Error) as error:
             raise _failed(folder, error) from None
         variables[env_vars.SCRATCH] = str(folder)
-        yield variables, str(folder / "code") if files.code else None
+        yield variables, str(folder / "code") if code else None
     finally:
         _remove(folder)
 
 
-def _copy(files: Staging, folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+def _copy(
+    code: str, environment: str, data: str, folder: Path, env: Mapping[str, str]
+) -> dict[str, str]:
     variables = {}
     # The disk may be below the folder that is copied.
     own = shutil.ignore_patterns(folder.name)
-    if files.code:
-        source = Path(files.code)
+    if code:
+        source = Path(code)
 
         def left_out(path: str, names: list[str]) -> list[str]:
             return [*own(path, names), *(_LEFT_OUT if Path(path) == source else ())]
 
         shutil.copytree(source, folder / "code", symlinks=True, ignore=left_out)
-    if files.environment:
+    if environment:
         place = folder / "environment"
         place.mkdir()
-        _run("tar", "-C", str(place), "--force-local", "-xf", files.environment)
+        _run("tar", "-C", str(place), "--force-local", "-xf", environment)
         programs = place / "bin"
         if not programs.is_dir():
             raise StartError(
                 "HT218",
-                f"{files.environment} has no bin/ at its top",
+                f"{environment} has no bin/ at its top",
                 "an archive of an environment's content",
-                f"tar -C ENVIRONMENT -cf {files.environment} .",
+                f"tar -C ENVIRONMENT -cf {environment} .",
             )
         if (programs / "conda-unpack").exists():  # conda-pack requires this
             _run(str(programs / "python"), str(programs / "conda-unpack"))
         variables["PATH"] = f"{programs}:{env.get('PATH', os.defpath)}"
-    if files.data:
+    if data:
         # Links become files, as their targets may be on a remote disk. Modes are not copied, as
         # read-only copies could not be removed.
-        name = Path(files.data).name
+        name = Path(data).name
         place = folder / "data" / name
-        shutil.copytree(files.data, place, ignore=own, copy_function=shutil.copyfile)
+        shutil.copytree(data, place, ignore=own, copy_function=shutil.copyfile)
         variables[env_vars.DATA] = str(folder / "data")
     return variables
 

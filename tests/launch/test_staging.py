@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.errors import StartError
 from hpctrain.launch import staging
-from hpctrain.launch.staging import Staging, staged
+from hpctrain.launch.staging import staged
 
 
 class Host:
@@ -22,7 +22,8 @@ class Host:
         self.env = {"TMPDIR": str(self.disk), "PATH": "/usr/bin:/bin"}
 
     def staged(self, name="7-00", **files):
-        return staged(Staging(**files), name, self.env)
+        places = [str(files.get(kind, "")) for kind in ("code", "environment", "data")]
+        return staged(places, name, self.env)
 
     def folder(self, name):
         return self.disk / f"hpctrain-ada-{name}"
