@@ -200,7 +200,7 @@ def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:
         ContradictionError: the variable does not fit the hosts.
     """
     text = env.get("SLURM_TASKS_PER_NODE", "")
-    counts = expand_counts(text) if text else []
+    counts = expand_counts(text, "SLURM_TASKS_PER_NODE") if text else []
     if counts and len(counts) != len(hosts):
         raise ContradictionError(
             "HT101",

@@ -567,6 +567,10 @@ def test_tasks_that_do_not_fit_the_hosts_of_the_job_are_refused():
     with pytest.raises(ContradictionError, match="3 hosts") as caught:
         InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
     assert caught.value.code == "HT101"
+    with pytest.raises(ContradictionError, match=r"SLURM_TASKS_PER_NODE='2\*3'") as caught:
+        InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2*3"})
+    assert caught.value.code == "HT103"
+    assert "STEP" not in caught.value.found
 
 
 @pytest.mark.parametrize("nproc", ["3,2", "many", "0", ""])

@@ -138,8 +138,8 @@ def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
     )
 
 
-def expand_counts(text: str) -> list[int]:
-    """Expand Slurm's tasks per node: `2(x3),1` becomes 2, 2, 2, 1.
+def expand_counts(text: str, name: str) -> list[int]:
+    """Expand Slurm's tasks per node in a variable: `2(x3),1` becomes 2, 2, 2, 1.
 
     Raises:
         ContradictionError: the text has another format.
@@ -150,7 +150,7 @@ def expand_counts(text: str) -> list[int]:
         if match is None:
             raise ContradictionError(
                 "HT103",
-                f"SLURM_STEP_TASKS_PER_NODE={text[:200]!r}",
+                f"{name}={text[:200]!r}",
                 "tasks per node such as 2(x3),1",
                 _FIX,
             )
@@ -165,7 +165,7 @@ def _compress_counts(counts: Sequence[int]) -> str:
 
 def _tasks_here(text: str, claims: Claims) -> int:
     """Return the number of tasks on this host; check it against the other variables."""
-    counts = expand_counts(text)
+    counts = expand_counts(text, "SLURM_STEP_TASKS_PER_NODE")
     node: int = claims["node_rank"].value
     if not 0 <= node < len(counts):
         raise ContradictionError(
