@@ -43,7 +43,6 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     if met.listener is not None:
         met.listener.close()
     world, roster = met.world, met.roster
-    counts = [roster.host_of_rank.count(host) for host in range(len(roster.hosts))]
     connection = Connection(
         start=met.nonce,
         main_address=roster.addresses[0],
@@ -51,7 +50,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
         secret=point.secret or met.nonce,
         ports=tuple(met.shared),
     )
-    environ = {**env, **of_rank(world, counts, connection, env)}
+    environ = {**env, **of_rank(world, roster.ranks_per_host, connection, env)}
     # Under mpirun, a person may have chosen MPI for Horovod.
     environ |= {name: env[name] for name in _CHOSEN if name in env}
     if stores is not None:

@@ -43,6 +43,12 @@ class Roster:
         """Name of each rank's host, by rank."""
         return [self.hosts[host] for host in self.host_of_rank]
 
+    @property
+    def ranks_per_host(self) -> list[int]:
+        """Number of ranks of each host, by node rank."""
+        counts = Counter(self.host_of_rank)
+        return [counts[host] for host in range(len(self.hosts))]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -17,8 +17,12 @@ from torch import nn
 
 import hpctrain
 from hpctrain import backends
+from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import placement
+from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster.world import World
 from hpctrain.errors import RankLostError, StartError, UsageError
+from hpctrain.rendezvous import Rendezvous, Roster
 
 pytestmark = pytest.mark.usefixtures("horovod")
 
@@ -578,10 +582,23 @@ def test_horovod_deterministic_is_undone_when_the_session_closes():
     assert ranks.values(ranks.run(1, fusion_thresholds)) == [([None, "0", "134217728"], None)]
 
 
-def test_horovod_slots_of_a_cyclic_layout():
-    slots = [placement.slot(rank, (0, 1, 0, 1, 0)) for rank in range(5)]
-    found = {name: [int(slot[f"HOROVOD_{name}"]) for slot in slots] for name in CYCLIC}
+def test_horovod_places_of_a_cyclic_layout():
+    nodes, hosts = (0, 1, 0, 1, 0), ("node1", "node 2")
+    roster = Roster((), ("127.0.0.1",) * 5, hosts, nodes, 0)
+    places = []
+    for rank, node in enumerate(nodes):
+        world = World(rank, 5, nodes[:rank].count(node)).completed(hosts, nodes)
+        environ = {}
+        settings = BackendSettings(10.0, 10.0)
+        met = Rendezvous(world, roster, None, None, "")
+        placement.set_variables(Environment(environ), "gloo", met, settings, 4711)
+        places.append(environ)
+    found = {name: [int(place[f"HOROVOD_{name}"]) for place in places] for name in CYCLIC}
     assert found == CYCLIC
+    assert [place["HOROVOD_HOSTNAME"] for place in places] == [f"host-{node}" for node in nodes]
+    for place in places:
+        assert place["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
+        assert place["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4711"
 
 
 CYCLIC = {

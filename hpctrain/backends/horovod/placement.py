@@ -4,16 +4,16 @@ Source: horovod/common/gloo/gloo_context.cc and horovod/common/utils/env_parser.
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.launchers.base import MPI
+from hpctrain.cluster.launchers.frameworks import Horovodrun
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of
 
-__all__ = ["controller", "set_variables", "slot"]
+__all__ = ["controller", "set_variables"]
 
 # Horovod warns about ranks that wait after this part of the time-out, at most after these seconds.
 _WARN_PART, _WARN_SECONDS = 0.1, 60
@@ -32,26 +32,6 @@ def controller(env: Mapping[str, str], launcher: str, mpi_built: bool) -> str:
     if chosen in ("gloo", "mpi"):
         return chosen
     return "mpi" if mpi_built and launcher in MPI else "gloo"
-
-
-def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
-    """Return the place of a rank in Horovod's variables, as in horovodrun's SlotInfo.
-
-    The cross rank is the index of the host among those that have this local rank.
-    """
-    host, sizes = host_of_rank[rank], Counter(host_of_rank)
-    local_rank = host_of_rank[:rank].count(host)
-    peers = [h for h, size in sorted(sizes.items()) if size > local_rank]
-    return {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(host_of_rank)),
-        "HOROVOD_LOCAL_RANK": str(local_rank),
-        "HOROVOD_LOCAL_SIZE": str(sizes[host]),
-        "HOROVOD_CROSS_RANK": str(peers.index(host)),
-        "HOROVOD_CROSS_SIZE": str(len(peers)),
-        # A part of the path of HTTP requests, so not the host name, which may hold any character.
-        "HOROVOD_HOSTNAME": f"host-{host}",
-    }
 
 
 def set_variables(
@@ -74,8 +54,10 @@ def set_variables(
     environment.set("HOROVOD_CONTROLLER", over)
     environment.set("HOROVOD_CPU_OPERATIONS", over)
     if over == "gloo":
-        for name, value in slot(world.rank, roster.host_of_rank).items():
+        for name, value in Horovodrun().environ(world, roster.ranks_per_host, 0).items():
             environment.set(name, value)
+        # A part of the path of HTTP requests, so not the host name, which may hold any character.
+        environment.set("HOROVOD_HOSTNAME", f"host-{world.node_rank}")
         # Without an address Horovod assumes that this is the only process.
         environment.set("HOROVOD_GLOO_RENDEZVOUS_ADDR", roster.addresses[0] if port else None)
         environment.set("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port) if port else None)
