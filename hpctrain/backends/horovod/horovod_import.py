@@ -12,6 +12,7 @@ import torch
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.env_vars import HOSTNAME
 from hpctrain.cluster.launchers.base import is_loopback
+from hpctrain.cluster.texts import first_line
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
@@ -38,10 +39,9 @@ def load() -> ModuleType:
     try:
         module = importlib.import_module("horovod.torch")
     except Exception as error:  # a library for another torch may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             "HT315",
-            f"--backend horovod, and the installed Horovod cannot be imported: {reason}",
+            f"--backend horovod, and the installed Horovod cannot be imported: {first_line(error)}",
             f"one that was built for torch {torch.__version__}",
             BUILD,
             "--backend ddp",
