@@ -113,7 +113,7 @@ class Consensus:
         self.received += 1
         *values, total, squares, seconds = sums.values()
         if total * total != squares * self._backend.world_size:
-            compare(self._backend, doing)
+            refuse_unlike_answers(ask(self._backend, doing))
         a_step = seconds / self._backend.world_size / steps
         wanted = int(_SECONDS_BETWEEN_SUMS / a_step) if a_step > 0 else _MOST_STEPS
         self._steps = max(1, min(wanted, 2 * self._steps, _MOST_STEPS))
@@ -162,7 +162,7 @@ def ask(backend: Backend, doing: str, note: str = "") -> list[Answer]:
         doing, note: as for `Answer`, of this rank.
     """
     texts = backend.all_gather_text(f"{doing}\t{_place()}\t{note}")
-    return [Answer(*text.split("\t")) for text in texts]
+    return [Answer(*text.rsplit("\t", 2)) for text in texts]  # a description may have tabs
 
 
 def refuse_unlike_answers(answers: Sequence[Answer]) -> None:
@@ -172,25 +172,9 @@ def refuse_unlike_answers(answers: Sequence[Answer]) -> None:
         answers: result of `ask`.
     """
     if any(one.doing != answers[0].doing for one in answers):
-        _refuse_unlike([f"{one.doing} ({one.place})" for one in answers])
-
-
-def compare(backend: Backend, doing: str) -> None:
-    """Raise the error of `meet`, if the ranks are known to differ; called by all of them."""
-    seen = backend.gather_object(doing)
-    on_rank_zero(backend, lambda: _refuse_unlike(seen))
-
-
-def _refuse_unlike(seen: Sequence[str]) -> None:
-    """Raise an error if the ranks do not do the same.
-
-    Args:
-        seen: what each rank does.
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(seen):
-        ranks.setdefault(one, []).append(rank)
-    if len(ranks) > 1:
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(answers):
+            ranks.setdefault(f"{one.doing} ({one.place})", []).append(rank)
         raise UsageError(
             "HT601",
             "the ranks do not do the same: "

@@ -46,7 +46,7 @@ def log_on_rank_0(opened, run, number, model, loss):
 
 
 def log_other_names(opened, run, number, model, loss):
-    run.log(**{"loss" if opened.is_main else "Loss": loss})
+    run.log(**{"loss" if opened.is_main else "Lo\tss": loss})
 
 
 def sum_on_rank_0(opened, run, number, model, loss):
@@ -74,14 +74,14 @@ def message_of_rank_0(results):
 @pytest.mark.parametrize("body", [log_on_rank_0, log_other_names], ids=lambda b: b.__name__)
 def test_ranks_that_log_other_names_are_named(run, body):
     message = message_of_rank_0(run(3, partial(loop, log_every=2), body))
-    other = "Loss (2 times) up to step 2" if body is log_other_names else "nothing"
+    other = "Lo\tss (2 times) up to step 2" if body is log_other_names else "nothing"
     # During training, and not only at the checkpoint, which compares too.
     assert message.startswith("the ranks do not do the same: rank 0: step ")
     assert "logged loss (2 times) up to step 2" in message
     assert (
         f"; ranks 1 and 2: {message.partition('rank 0: ')[2].partition(', logged')[0]}" in message
     )
-    assert f"logged {other}" in message
+    assert f"logged {other} (test_disagreement.py line " in message
 
 
 def compute_on_rank_1():
