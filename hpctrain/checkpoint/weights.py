@@ -15,6 +15,7 @@ import json
 import shlex
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +37,17 @@ _MOST_NAMED = 3
 _FORMS = "a file or folder of hpctrain export, or of torch.save(model.state_dict(), FILE)"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A weight in a file, which is read when it is needed.
 
-    Args:
+    Attributes:
         shape: shape of the weight.
         read: function that returns the rows of a slice; all of it for `...`.
     """
 
-    def __init__(self, shape: Sequence[int], read: Callable[[Any], Tensor]) -> None:
-        self.shape, self._read = torch.Size(shape), read
-
-    def whole(self) -> Tensor:
-        """Read all of it."""
-        return self._read(...)
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Read some rows."""
-        return self._read(slice(start, stop))
+    shape: torch.Size
+    read: Callable[[Any], Tensor]
 
 
 def check_weights(path: Path) -> None:
@@ -92,7 +86,7 @@ def fill_weights(
     model: nn.Module,
     number: int,
     skip: Sequence[str] = (),
-    read: Callable[[Weight, Tensor], Tensor] = lambda weight, _: weight.whole(),
+    read: Callable[[Weight, Tensor], Tensor] = lambda weight, _: weight.read(...),
 ) -> None:
     """Load the weights and buffers in a file into a model; all of them or none.
 
@@ -235,9 +229,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
     def weight(name: str) -> Weight:
         part = file.get_slice(name)
-        return Weight(
-            part.get_shape(), lambda rows: file.get_tensor(name) if rows is ... else part[rows]
-        )
+        shape = torch.Size(part.get_shape())
+        return Weight(shape, lambda rows: file.get_tensor(name) if rows is ... else part[rows])
 
     weights = {name: weight(name) for name in file.keys()}  # noqa: SIM118
     # For weights with two names, the file has one and the metadata have the other name.

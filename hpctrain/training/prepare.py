@@ -158,9 +158,9 @@ def _fill(model: nn.Module, number: int, options: Options, backend: Backend | No
 
     def read(weight: checkpoint.Weight, like: Tensor) -> Tensor:
         if backend is None or weight.shape != like.shape or not weight.shape:
-            return weight.whole()
+            return weight.read(...)
         extent, row = backend.extent(like), max(1, math.prod(weight.shape[1:]))
-        rows = weight.rows(extent.start // row, extent.stop // row)
+        rows = weight.read(slice(extent.start // row, extent.stop // row))
         return backend.from_part(rows.to(like.dtype).reshape(-1), like)
 
     checkpoint.fill_weights(path, model, number, skip, read)
