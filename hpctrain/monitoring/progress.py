@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from hpctrain.monitoring.drawing import HEADS
 from hpctrain.process.logging import logger
 
 __all__ = ["Bar", "Course", "Lines", "clock", "open_progress"]
@@ -90,7 +91,7 @@ def formatted_values(row: Mapping[str, Any], course: Course) -> list[str]:
     texts = [
         known[name](value) if name in known and math.isfinite(value) else f"{name} {value:.5g}"
         for name, value in row.items()
-        if name not in ("step", "epoch", "time")
+        if name not in HEADS
     ]
     left = course.seconds_left(row["step"]) if "samples_per_second" in row else None
     return texts if left is None else [*texts, f"to the end {clock(left)}"]

@@ -10,7 +10,7 @@ from hpctrain.cluster.texts import printable
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import EffectiveTime
 
-__all__ = ["Used", "enough", "lines", "measure", "options_text", "used_so_far"]
+__all__ = ["Used", "edge", "enough", "lines", "measure", "options_text", "used_so_far"]
 
 # What the next job should ask for more than this one has used.
 _MORE = 1.25
@@ -143,11 +143,14 @@ def _mean(numbers: Sequence[float]) -> float:
     return math.fsum(numbers) / len(numbers)
 
 
+def edge(bucket: float) -> float:
+    """Return the seconds at which a bucket of the histograms in timings.jsonl begins."""
+    return float(10 ** (bucket / 20)) * 1e-6
+
+
 def _seconds(buckets: Mapping[str, Any]) -> float:
-    """Return the seconds of steps in a histogram of timings.jsonl, at the middle of each bucket."""
-    return math.fsum(
-        count * 10 ** ((int(name) + 0.5) / 20) / 1e6 for name, count in buckets.items()
-    )
+    """Return the seconds of steps in a histogram, at the middle of each bucket."""
+    return math.fsum(count * edge(int(name) + 0.5) for name, count in buckets.items())
 
 
 def lines(used: Used) -> list[tuple[str, str]]:

@@ -16,11 +16,10 @@ from hpctrain.monitoring.curves import Floats, History, collect
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import EffectiveTime, measure
+from hpctrain.rundir.used import edge
 
-__all__ = ["RecordedRun", "StepTimes", "edge", "mapping", "quantile", "read", "times"]
+__all__ = ["RecordedRun", "StepTimes", "mapping", "quantile", "read", "times"]
 
-# Bucket k begins at 10^(k/20) microseconds.
-_PER_DECADE = 20
 _KINDS = ("data", "forward")
 
 
@@ -133,11 +132,6 @@ def _run(path: Path, label: str) -> RecordedRun:
     return RecordedRun(
         *(label, series, restarts, path, identity, starts, summary, last, timings, effective)
     )
-
-
-def edge(bucket: int) -> float:
-    """Return the seconds at which a bucket begins."""
-    return float(10 ** (bucket / _PER_DECADE)) * 1e-6
 
 
 def quantile(buckets: Mapping[int, int], share: float) -> float:

@@ -10,7 +10,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring import figures
 from hpctrain.monitoring.report import wording
-from hpctrain.monitoring.report.run_reader import RecordedRun, edge, quantile
+from hpctrain.monitoring.report.run_reader import RecordedRun, quantile
+from hpctrain.rundir.used import edge
 
 __all__ = ["draw_ranks", "draw_times"]
 
