@@ -40,8 +40,6 @@ __all__ = [
 
 # Ranks that hold the same share its bytes if each of them gets at least so many.
 LEAST_BYTES = 1 << 24
-# Elements begin at multiples of this, so that a reader may map the file.
-ALIGNMENT = 16
 # By what is known of the other ranks: for how many seconds rank 0 waits for their parts while it
 # sees no change, and what it then says of a rank whose part is not there. A network file system may
 # show late what other hosts have written.
@@ -122,16 +120,13 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
     Raises:
         OSError: the file could not be written.
     """
-    offset = 0
-    pieces: dict[str, list[Any]] = {name: [] for name in snapshot.parts}
-    for piece in snapshot.pieces:
-        size = piece.source.numel()
-        pieces[piece.part].append([piece.number, piece.start, size // piece.item, offset])
-        offset += size + -size % ALIGNMENT
-    file = write_data(
-        folder / name_of(rank), (piece.source for piece in snapshot.pieces), ALIGNMENT
-    )
-    return {"file": file, "pieces": {name: own for name, own in pieces.items() if own}}
+    sources = [piece.source for piece in snapshot.pieces]
+    file, offsets = write_data(folder / name_of(rank), sources)
+    pieces: dict[str, list[Any]] = {}
+    for piece, offset in zip(snapshot.pieces, offsets, strict=True):
+        count = piece.source.numel() // piece.item
+        pieces.setdefault(piece.part, []).append([piece.number, piece.start, count, offset])
+    return {"file": file, "pieces": pieces}
 
 
 def hand_over(folder: Path, team: Team, snapshot: Snapshot) -> None:

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ __all__ = ["BLOCK", "name_of", "sync", "write", "write_bytes", "write_data"]
 # Bytes of a data file that have a hash of their own, so that a reader can check a part of it.
 BLOCK = 1 << 22
 
+# Elements begin at multiples of this, so that a reader may map the file.
+_ALIGNMENT = 16
 # A piece is hashed and written while it is in the processor's cache.
 _PIECE = 1 << 20
 
@@ -41,21 +43,25 @@ def name_of(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 
 
-def write_data(path: Path, sources: Iterable[Tensor], alignment: int) -> dict[str, Any]:
-    """Write bytes one after the other, wait for the disk, and return size and hashes of the file.
+def write_data(path: Path, sources: Sequence[Tensor]) -> tuple[dict[str, Any], list[int]]:
+    """Write bytes one after the other, and wait for the disk.
 
     Args:
         path: new file.
         sources: tensors of type uint8.
-        alignment: each of them begins at a multiple of this.
+
+    Returns:
+        Size and hashes of the file, and the offset of each tensor in it.
 
     Raises:
         OSError: the file could not be written.
     """
     hashes, size = [hashlib.sha256()], 0
+    offsets = []
     with open(path, "xb", buffering=_PIECE) as file:
         for source in sources:
-            for data in (source.cpu().numpy(), bytes(-source.numel() % alignment)):
+            offsets.append(size)
+            for data in (source.cpu().numpy(), bytes(-source.numel() % _ALIGNMENT)):
                 view = memoryview(data)  # type: ignore[arg-type]
                 begin = 0
                 while begin < len(view):
@@ -67,7 +73,8 @@ def write_data(path: Path, sources: Iterable[Tensor], alignment: int) -> dict[st
                     size, begin = size + len(piece), begin + len(piece)
         file.flush()
         os.fsync(file.fileno())
-    return {"size": size, "blocks": [one.hexdigest() for one in hashes] if size else []}
+    blocks = [one.hexdigest() for one in hashes] if size else []
+    return {"size": size, "blocks": blocks}, offsets
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> None:
