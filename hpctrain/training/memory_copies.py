@@ -141,16 +141,14 @@ class MemoryCopies:
             self._step = step
             own = {"attempt": self._attempt, "part": self._part}
             self._writer.save(step, state, {**facts, **own})
-        except OSError as error:
-            self._give_up(str(error))
-        except CheckpointError as error:
-            self._give_up(error.found)
+        except (OSError, CheckpointError) as error:
+            self._give_up(error)
 
     def full(self) -> bool:
         """Return whether the copies of this host cannot be written."""
         failure = self._writer.failure() if self._writer is not None else None
         if failure is not None:
-            self._give_up(failure.found)
+            self._give_up(failure)
         return self._full
 
     def close(self, remove: bool) -> None:
@@ -167,8 +165,9 @@ class MemoryCopies:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()  # other hosts or runs may be in it
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, error: OSError | CheckpointError) -> None:
         if not self._full:
+            reason = error.found if isinstance(error, CheckpointError) else error
             logger.warning("no more copies of the state are kept in memory: %s", reason)
         self._full = True
 
