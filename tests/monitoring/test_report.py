@@ -293,6 +293,7 @@ def test_report_compares_ranks_of_the_last_start():
         interval(),
         *({**interval(), "steps": "x"}, {**interval(), "step_times": {"80": None}}),  # left out
         *({**interval(), "hosts": ["a", "b"], "data": [0.1, 0.3], "forward": [1, 2]} for _ in "ab"),
+        {**interval(), "hosts": ["a", "b"], "data": [0.5], "forward": [1]},  # left out
         {**interval(), "hosts": ["a", "b"], "data": [0.4, 0.6], "forward": [1, 2], "steps": 200},
     ]
     found = run_reader.times(lines)

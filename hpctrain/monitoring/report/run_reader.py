@@ -144,13 +144,14 @@ def quantile(buckets: Mapping[int, int], share: float) -> float:
 
 
 def times(lines: Iterable[Mapping[str, Any]]) -> StepTimes:
-    """Add up the lines of timings.jsonl; a line without all of its fields is left out."""
+    """Add up the lines of timings.jsonl; a line that is damaged is left out."""
     found = StepTimes()
     for line in lines:
         try:
             buckets = {int(bucket): int(count) for bucket, count in line["step_times"].items()}
             hosts, steps = line["hosts"], int(line["steps"])
             means = np.array([line[kind] for kind in _KINDS], dtype=float)
+            means = means.reshape(len(_KINDS), len(hosts))  # ValueError for other ranks
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
         found.buckets.update(buckets)
