@@ -91,7 +91,6 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener is not None else None,
-            use_libuv=False,  # libuv takes a bound socket only from torch 2.8 on
         )
     except (RuntimeError, ValueError):  # torch's message has an address that does not help
         raise RankMissingError(

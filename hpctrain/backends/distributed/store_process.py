@@ -25,7 +25,6 @@ def main() -> None:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=False,  # libuv takes a bound socket only from torch 2.8 on
     )
     while store is not None:
         signal.pause()
