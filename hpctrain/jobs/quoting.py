@@ -46,7 +46,7 @@ def directive(name: str, value: str | None) -> str:
     if value is None:
         return f"#SBATCH --{name}"
     if not all(character.isprintable() for character in value):
-        raise ValueError("one line of printable characters")
+        raise ValueError(f"{name} = {value!r}", "one line of printable characters")
     if PLAIN.match(value):
         return f"#SBATCH --{name}={value}"
     quoted = re.sub(r'(["\\])', r"\\\1", value)
