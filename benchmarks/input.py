@@ -9,8 +9,7 @@ with two processes does the same and makes batches.
 - torchvision: `ImageFolder`, whose loader is Pillow, and v2 transforms of bytes, as in
   examples/imagenet.py;
 - torchvision, to floats: normalized on the host, as in most scripts;
-- torchvision, its decoder: `decode_image`, which torchvision 0.29 deprecates, as the loader;
-- removed pipeline: the decoding, crops and shards that hpctrain had, with simplejpeg.
+- torchvision, its decoder: `decode_image`, which torchvision 0.29 deprecates, as the loader.
 
 The arms take turns; each is compared with torchvision in the same round.
 """
@@ -33,8 +32,6 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
-from hpctrain import data
-from hpctrain.data.shards.writing import make
 from hpctrain.tools.bench.measure import take_turns
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -51,19 +48,13 @@ def decode(path: str) -> torch.Tensor:
     return decode_image(torch.from_numpy(np.fromfile(path, "uint8")), "RGB")
 
 
-def data_sets(folder: Path, tar: Path) -> dict[str, Dataset[Any]]:
+def data_sets(folder: Path) -> dict[str, Dataset[Any]]:
     """Return the data set of each arm."""
     train = folder / "train"
-
-    def removed(place: Path) -> Dataset[Any]:
-        return data.ImageSet(data.image_source(place, "train"), data.RandomResizedCrop(224))
-
     return {
         BASE: ImageFolder(train, v2.Compose([v2.PILToTensor(), *CROP])),
         f"{BASE}, to floats": ImageFolder(train, v2.Compose([v2.PILToTensor(), *CROP, *TO_FLOATS])),
         f"{BASE}, its decoder": ImageFolder(train, v2.Compose(CROP), loader=decode),
-        "removed pipeline, folder": removed(folder),
-        "removed pipeline, tar files": removed(tar),
     }
 
 
@@ -91,10 +82,9 @@ def measure(arguments: argparse.Namespace) -> Results:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
-        folder, tar = Path(place, "folder"), Path(place, "tar")
+        folder = Path(place)
         photographs.make(folder, train=-(-arguments.images // 12), val=0, classes=12)
-        make(folder, tar, ["train"], 2**22)
-        sets = data_sets(folder, tar)
+        sets = data_sets(folder)
         images = len(sets[BASE])  # type: ignore[arg-type]
         options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "shuffle": True}
         loaders = {name: DataLoader(one, batch_size=30, **options) for name, one in sets.items()}
@@ -109,5 +99,5 @@ def measure(arguments: argparse.Namespace) -> Results:
 OPTIONS = {"--images": {"type": int, "default": 480, "metavar": "N", "help": "default: 480"}}
 
 if __name__ == "__main__":
-    packages = ["torch", "torchvision", "pillow", "simplejpeg"]
+    packages = ["torch", "torchvision", "pillow"]
     run("Images per second, before they reach a GPU.", 10, packages, measure, OPTIONS)

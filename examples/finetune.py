@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torchvision import models
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 def options():
@@ -44,7 +44,7 @@ def evaluate(session, model, loader, classes):
 def main():
     args = options().parse_args()
     with hpctrain.Session(args) as session:
-        train_set, test_set = load(args.data, args.download)
+        train_set, test_set = digits()
         train_loader = session.loader(train_set, on_device=enlarge)
         test_loader = session.loader(test_set, train=False, on_device=enlarge)
 

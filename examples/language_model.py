@@ -13,9 +13,11 @@ def options():
     parser = hpctrain.options(recipe=True, description=__doc__)
     # The errors that hpctrain explains are the default text, which is there without a download.
     text = Path(hpctrain.__file__).with_name("errors") / "codes.toml"
-    parser.set_defaults(data=str(text), lr=1e-2, decay="weights")
+    parser.set_defaults(lr=1e-2, decay="weights")
     parser.set_defaults(lr_warmup_steps=20, lr_schedule="cosine", lr_min=1e-3, clip_norm=1.0)
     group = parser.add_argument_group("options of this example")
+    about = "text file, or folder of .md and .txt files (the errors of hpctrain)"
+    group.add_argument("--data", default=str(text), metavar="PATH", help=about)
     group.add_argument(
         "--context", type=int, default=32, metavar="N", help="characters it sees (%(default)s)"
     )

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class TwoViews(Dataset):
@@ -90,7 +90,7 @@ def evaluate(session, model, train_loader, test_loader, classes):
 def main():
     args = hpctrain.options(recipe=True, description=__doc__).parse_args()
     with hpctrain.Session(args) as session:
-        train_set, test_set = load(args.data, args.download)
+        train_set, test_set = digits()
         train_loader = session.loader(TwoViews(train_set))
         probe_loader = session.loader(train_set, train=False)
         test_loader = session.loader(test_set, train=False)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from timm.optim import param_groups_layer_decay
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 def options():
@@ -56,7 +56,7 @@ def evaluate(session, model, loader, classes):
 def main():
     args = options().parse_args()
     with hpctrain.Session(args) as session:
-        train_set, test_set = load(args.data, args.download)
+        train_set, test_set = digits()
         train_loader = session.loader(train_set)
         test_loader = session.loader(test_set, train=False)
         model, _ = session.prepare(*build(args, train_set))

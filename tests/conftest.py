@@ -30,7 +30,6 @@ sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 PARTS = {
     "accelerate": "pip install accelerate",
     "browser": "apt-get install chromium-headless-shell",
-    "fashion-mnist": "apt-get install dataset-fashion-mnist",
     "gpu": "a machine with an NVIDIA GPU and its driver",
     "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
     "lightning_fabric": "pip install lightning-fabric",
@@ -268,14 +267,6 @@ def browser(lacking):
         lacking("browser", reason)
     with real.browser() as one:
         yield one
-
-
-@pytest.fixture(scope="session")
-def fashion_mnist(lacking):
-    folder = Path("/usr/share/datasets/fashion-mnist")
-    if not folder.is_dir():
-        lacking("fashion-mnist", f"no folder {folder}")
-    return folder
 
 
 def scrubbed_environ():

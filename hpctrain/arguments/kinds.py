@@ -25,7 +25,6 @@ def option(
     type: Any = str,
     *,
     common: bool = False,
-    parsed: Any = None,
     **more: Any,
 ) -> Any:  # typed as the field's value, as `dataclasses.field` is
     """Return a field of `Options`, with its option on the command line.
@@ -37,11 +36,9 @@ def option(
             a default of True or False makes it as well.
         common: whether `hpctrain.options()` has the option; if not, only
             `hpctrain.options(recipe=True)` has it.
-        parsed: value that a command line without the option has (default: `default`).
         more: more arguments for argparse.
     """
-    parsed = default if parsed is None else parsed
-    spec = {"help": text, "common": common, "default": parsed}
+    spec = {"help": text, "common": common, "default": default}
     if default is False:
         spec["action"] = "store_true"
     elif default is True or type is bool:

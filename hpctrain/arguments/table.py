@@ -59,7 +59,7 @@ loss_scale = Number("a number above 0, or dynamic", "X|dynamic", above=0.0, lite
 
 # Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {
-    *("data", "download", "run_dir", "resume", "workers", "start_timeout", "timeout"),
+    *("run_dir", "resume", "workers", "start_timeout", "timeout"),
     *("profile", "track"),
 }
 
@@ -67,19 +67,11 @@ _MAY_DIFFER = {
 # An option is `common` if it concerns the start and the run of any script: ranks, precision,
 # batches, length, seed, run directory, checkpoints, log, time limits. So `--help` has two screens.
 # The others are for `hpctrain.options(recipe=True)`: what many scripts do themselves, with options
-# of their own of these names (data, rates, decay, averages), and what few people change.
+# of their own of these names (rates, decay, averages), and what few people change.
 @dataclass(frozen=True, slots=True)
 class Options:
     """Training options. Each field is a command-line option and a keyword argument of `Session`."""
 
-    data: str | None = option(
-        None,
-        "data set: a folder, or a name: digits, fashion-mnist, mnist, synthetic. A name is "
-        "searched for in $HPCTRAIN_DATA, then in this folder, then in /usr/share/datasets",
-        metavar="PATH|NAME",
-        parsed="digits",  # on the command line alone, as a Session itself does not read data
-    )
-    download: bool = option(False, "download the data set if it is missing")
     run_dir: str | None = common(
         None,
         "run directory (default: $HPCTRAIN_RUN_DIR, else runs/NAME-JOBID, else "

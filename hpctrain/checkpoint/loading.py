@@ -197,16 +197,15 @@ def open_checkpoint(
         folder: folder of the checkpoint.
         step: required step of the checkpoint.
         parts: names of the parts to read, if they exist (default: all).
-        run: required value of `run` in the manifest (default: any).
+        run: required values in `run` of the manifest, which may have more (default: any).
 
     Raises:
         CheckpointError: the checkpoint has changed since it was written, or belongs to another run.
     """
     manifest = read_manifest(folder, step)
-    if run is not None and manifest.get("run") != run:
-        raise CheckpointError(
-            "HT708", f"{folder} is of another run, {manifest.get('run')}, not {run}"
-        )
+    recorded = manifest.get("run")
+    if run is not None and not (isinstance(recorded, dict) and run.items() <= recorded.items()):
+        raise CheckpointError("HT708", f"{folder} is of another run, {recorded}, not {run}")
     reader = DataReader(folder, manifest["files"])
     structures = {}
     for name, entry in manifest["files"].items():

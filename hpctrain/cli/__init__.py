@@ -30,14 +30,13 @@ COMMANDS = {
     "lint": "find errors in an sbatch script",
     "explain": "show the rank of this process and its variables, or explain an error",
     "doctor": "check this machine, or under a launcher all ranks and a sum over them",
-    "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",
+    "bench": "measure this machine or all ranks of a start: steps, sums, checkpoints",
     "chaos": "hurt the ranks of a running job at random, to see what it survives",
     "report": "show the results of runs on one HTML page",
     "hostlist": "expand a Slurm host list, or write one",
     "checkpoint": "show the checkpoints of a run, and what is damaged",
     "export": "write the weights of a checkpoint as safetensors",
     "horovod": "build and install a Horovod that fits the installed torch",
-    "shards": "write folders of images to a few large files",
     "completion": "print the script with which bash, zsh or fish completes this command line",
 }
 

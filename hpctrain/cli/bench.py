@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "in the same processes. Rank 0 shows a table."
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
-    for add_kind in (_add_step, _add_allreduce, _add_input, _add_checkpoint):
+    for add_kind in (_add_step, _add_allreduce, _add_checkpoint):
         add_kind(kinds)
 
 
@@ -54,32 +54,6 @@ def _add_allreduce(kinds: Any) -> None:
         type=_sizes,
         metavar="SIZE[,SIZE…]",
         help="message sizes (default: 4B to 16MB on CPUs, 4B to 256MB on GPUs)",
-    )
-
-
-def _add_input(kinds: Any) -> None:
-    parser = _kind(kinds, "input", "images from files to the device, by number of workers", 40.0)
-    parser.add_argument(
-        "--data",
-        default="synthetic",
-        metavar="PATH|synthetic",
-        help="images in folders or shards; synthetic makes JPEGs in memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=count,
-        default=64,
-        metavar="N",
-        help="batch size of each rank (default: 64)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=_workers,
-        metavar="N[,N…]",
-        help="numbers of workers to try (default: 0, 1, 2, 4, … up to the cores of a rank)",
-    )
-    parser.add_argument(
-        "--need", type=count, metavar="N", help="images/s that the training steps of a rank need"
     )
 
 
@@ -124,11 +98,6 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_workers = typed(
-    "list of whole numbers such as 0,1,4",
-    lambda text: sorted({int(part) for part in text.split(",")}),
-    lambda values: values[0] >= 0,
-)
 _sizes = typed(
     "list of sizes such as 4B,64kB,1MB",
     lambda text: sorted({size(part) for part in text.split(",")}),

@@ -276,7 +276,7 @@ class Session(Collectives):
                 do not fill a global batch. False makes a smaller step of them, in which each
                 micro-batch is weighted by its number of samples.
             on_device: function applied to each batch on the device; the loop receives its result.
-                Example: `hpctrain.data.Normalize` for images that are transferred as bytes.
+                Example: to normalize images that are transferred as bytes.
             arguments: more arguments for `torch.utils.data.DataLoader`, such as `collate_fn`.
 
         Raises:

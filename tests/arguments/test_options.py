@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 def test_command_line_and_keywords_have_the_same_defaults():
     assert hpctrain.options is options
     parsed = vars(options(recipe=True).parse_args([]))
-    assert parsed == {**dataclasses.asdict(Options()), "data": "digits"}
+    assert parsed == dataclasses.asdict(Options())
     assert Options.of(options().parse_args([]), {}) == Options.of(None, {}) == Options()
 
 
@@ -28,7 +28,7 @@ def test_help_without_the_recipe_fits_on_two_screens(monkeypatch):
     assert few.items() < all_of_them.items()
     start = {"backend", "precision", "global_batch", "epochs", "max_steps", "seed", "resume"}
     assert start < few.keys()
-    assert few.keys().isdisjoint({"data", "lr", "lr_schedule", "decay", "ema", "clip_norm"})
+    assert few.keys().isdisjoint({"lr", "lr_schedule", "decay", "ema", "clip_norm"})
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,7 @@ def test_option_that_only_the_recipe_has_is_refused_with_this_hint(line, hint, c
 def test_script_may_have_its_own_option_of_a_name_that_only_the_recipe_has(capsys):
     parser = options()
     parser.add_argument("--lr", type=float, default=0.5)
-    parser.add_argument("--data", type=Path)
-    namespace = parser.parse_args(["--data", "there"])
-    assert Options.of(namespace, {}) == Options(lr=0.5, data="there")
+    assert Options.of(parser.parse_args([]), {}) == Options(lr=0.5)
     parser = options()
     parser.add_argument("--decay", type=float)
     with pytest.raises(UsageError, match=r"--decay 0\.1") as caught:
@@ -81,7 +79,7 @@ def test_session_takes_a_parsed_command_line_or_a_dict(given):
 
 def test_every_option_reaches_its_field():
     line = (
-        "--data mnist --download --run-dir there --no-resume --init-from w.pt --elastic "
+        "--run-dir there --no-resume --init-from w.pt --elastic "
         "--init-skip fc.* "
         "--backend ddp --precision O2 --loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
@@ -101,7 +99,7 @@ def test_every_option_reaches_its_field():
     )
     read = Options.of(options(recipe=True).parse_args(line.split()), {})
     assert read == Options(
-        data="mnist", download=True, run_dir="there", resume=False, init_from="w.pt", elastic=True,
+        run_dir="there", resume=False, init_from="w.pt", elastic=True,
         init_skip="fc.*",
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
         fsdp_blocks="Block", fsdp_reshard=False, fsdp_hybrid=True, fsdp_offload=True,
@@ -124,7 +122,7 @@ def test_every_option_reaches_its_field():
     assert Options.of(options().parse_args(["--workers", "auto"]), {}).workers == "auto"
     # These two contradict others of the line.
     line = ["--lr-warmup-steps", "5", "--lr-min", "0.1"]
-    read_rates = Options.of(options(recipe=True).parse_args(line), {"data": None})
+    read_rates = Options.of(options(recipe=True).parse_args(line), {})
     assert read_rates == Options(lr_warmup_steps=5, lr_min=0.1)
     same = {f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default}
     assert same == {"lr_warmup_steps", "lr_min", "ddp_find_unused_parameters"}
@@ -200,7 +198,7 @@ def test_keywords_override_the_command_line():
         ({"clip_norm": 0.0}, "--clip-norm 0.0", ""),
         ({"timeout": float("inf")}, "--timeout inf", ""),
         ({"deterministic": "yes"}, "--deterministic 'yes'", ""),
-        ({"data": 3}, "--data 3", ""),
+        ({"run_dir": 3}, "--run-dir 3", ""),
     ],
 )
 def test_wrong_keywords_are_refused_as_on_the_command_line(keywords, found, fix):
@@ -246,8 +244,8 @@ def test_option_values_at_the_edge_are_accepted(keywords):
 
 
 def test_option_paths_may_be_path_objects():
-    read = Options.of(None, {"run_dir": Path("runs/a"), "data": Path("sets/b")})
-    assert (read.run_dir, read.data) == ("runs/a", "sets/b")
+    read = Options.of(None, {"run_dir": Path("runs/a")})
+    assert read.run_dir == "runs/a"
 
 
 @pytest.mark.parametrize(

@@ -257,17 +257,6 @@ def test_closed_pipe_is_no_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_file_name_that_is_not_utf8_is_printed_escaped(tmp_path):
-    env = {"PYTHONIOENCODING": "utf-8:strict"}
-    image = tmp_path / "train" / "cat" / "x.jpg"
-    image.parent.mkdir(parents=True)
-    image.touch()
-    arguments = ["shards", "make", str(tmp_path), os.fsdecode(b"out\xff"), "--splits", "train"]
-    done = hpctrain_command(*arguments, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("out\\udcff: ")
-
-
 def test_run_passes_arguments_and_exit_code(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -20,14 +20,14 @@ from torch import nn
 import hpctrain
 from hpctrain.compat import apex
 from hpctrain.compat.apex import amp
-from hpctrain.data import load
+from hpctrain.data import digits
 from hpctrain.errors import UsageError
 
 STEPS = 6
 
 
 def batches(count=STEPS):
-    train_set, _ = load("digits")
+    train_set, _ = digits()
     for step in range(count):
         images, targets = zip(*(train_set[32 * step + i] for i in range(32)), strict=True)
         yield torch.stack(images), torch.tensor(targets)
@@ -751,14 +751,14 @@ import torch
 import torch.nn as nn
 from hpctrain.compat.apex import amp
 from hpctrain.compat.apex.parallel import DistributedDataParallel as DDP
-from hpctrain.data import load
+from hpctrain.data import digits
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 torch.distributed.init_process_group("gloo", init_method="env://")
 rank = torch.distributed.get_rank()
 torch.manual_seed(rank)  # it is DDP that makes the weights equal
-train_set, _ = load("digits")
+train_set, _ = digits()
 sampler = DistributedSampler(train_set)
 train_loader = DataLoader(train_set, batch_size=32, sampler=sampler)
 

@@ -17,7 +17,7 @@ from by_hand import gan, language_model, simclr, streaming
 from checkpoints import load_newest
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 from hpctrain.rundir import RunDirectory
 from hpctrain.training.training_run import Run
 
@@ -73,7 +73,7 @@ def flat(*weights):
 
 def batches_of(name, size, steps):
     """Return the batches of the first steps, from a session of one process."""
-    images, _ = load("digits")
+    images, _ = digits()
     dataset = launches.example(name).TwoViews(images) if name == "simclr" else images
     more = {"global_batch": size, "max_steps": steps, "run_dir": "order", "seed": SEED}
     with hpctrain.Session(precision="fp64", **more) as session:

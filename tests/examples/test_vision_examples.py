@@ -24,8 +24,8 @@ EXAMPLES = ["finetune", "vit"]
 
 
 def small(*_):
-    """Return a small part of the digits, in place of `hpctrain.data.load`."""
-    parts = [data.load("digits")[0] for _ in range(2)]
+    """Return a small part of the digits, in place of `hpctrain.data.digits`."""
+    parts = [data.digits()[0] for _ in range(2)]
     for part in parts:
         part.images, part.targets = part.images[:SAMPLES], part.targets[:SAMPLES]
     return parts
@@ -34,7 +34,7 @@ def small(*_):
 def train(name, run, *options, precision="fp64"):
     """Run an example on this rank."""
     example = launches.example(name)
-    example.load = small
+    example.digits = small
     sizes = ("--global-batch", str(BATCH), "--epochs", str(EPOCHS))
     sys.argv = [name, "--run-dir", run, "--precision", precision, *sizes, *OPTIONS[name], *options]
     example.main()

@@ -1,22 +1,18 @@
 """`hpctrain bench` in one process: options, errors, records, and no files left."""
 
 import errno
-import itertools
 import json
 import math
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 
-import hpctrain
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench import (
     allreduce,
     checkpoint,
-    input,
     measure,
     models,
     runner,
@@ -27,7 +23,7 @@ from hpctrain.tools.bench import (
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch, tmp_path_factory):
     """Make measurements short, because these tests do not compare speeds."""
-    for module in (step, allreduce, input):
+    for module in (step, allreduce):
         monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.01)
     # Torch's compiler, which a first step imports, sets this variable and makes the folder.
     compiled = tmp_path_factory.getbasetemp() / "compiled"
@@ -95,7 +91,6 @@ def test_bench_refuses_invalid_size(text, capsys):
         ["step", "--seconds", "0"],
         ["step", "--precision", "O3"],
         ["allreduce", "--sizes", "4,,8"],
-        ["input", "--workers", "0,-1"],
     ],
 )
 def test_bench_wrong_use_exits_with_2(words, capsys):
@@ -276,100 +271,6 @@ def test_bench_leaves_no_files_after_error_or_signal(fault, code, tmp_path, monk
         signal.signal(signal.SIGINT, before)
     assert not list(tmp_path.iterdir())
     assert ("No space left" in capsys.readouterr().err) == (fault is raise_no_space)
-
-
-def test_bench_input_numbers_of_workers():
-    assert input.numbers_of_workers(1) == [0, 1]
-    assert input.numbers_of_workers(2) == [0, 1, 2]
-    assert input.numbers_of_workers(6) == [0, 1, 2, 4, 6]
-    assert input.numbers_of_workers(8) == [0, 1, 2, 4, 8]
-
-
-def test_bench_input_of_one_process(tmp_path, monkeypatch, capsys):
-    words = ("input", "--workers", "0,1", "--batch-size", "2", "--seconds", "0.1", "--need", "1")
-    assert bench(*words, "--json", "found.json") == 0
-    found = record(tmp_path)
-    assert list(found["results"]) == ["decoded, no loader", "0 workers", "1 worker"]
-    for arm in found["results"].values():
-        assert arm["images_per_s_of_a_rank"] == pytest.approx(
-            arm["images_per_s"]["median"], rel=0.5
-        )
-    assert found["enough_workers"] == 0
-    assert "--workers 0 is enough." in capsys.readouterr().out
-
-
-@pytest.fixture
-def arms():
-    """Yield the arms of `bench input`, over 10 pictures in batches of 4."""
-    with hpctrain.Session(backend="single", precision="fp32", batch_size=4, workers=0) as session:
-        yield input._LoadingArms(session, input.Pictures(10))
-
-
-def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(input, "_BLOCK_SECONDS", 1.0)
-    monkeypatch.setattr(input, "time", SimpleNamespace(perf_counter=lambda: now))
-    for first, seconds in itertools.product(range(1, 9), (0.01, 0.6, 1.7)):
-
-        def bursts(*_, first=first, seconds=seconds, **__):
-            """Yield batches of 8 workers that end together; the first burst is incomplete."""
-            nonlocal now
-            for count in itertools.chain([first], itertools.repeat(8)):
-                now += seconds
-                yield from range(count)
-
-        monkeypatch.setattr(input.data, "Loader", bursts)
-        assert 1 / arms.load(8) == pytest.approx(8 * 4 / seconds), (first, seconds)
-
-
-def test_bench_input_never_measures_across_epochs(arms):
-    batches = list(itertools.islice(iter(arms._new_order()), 40))  # 2 in an epoch
-    epochs = [batches[start] + batches[start + 1] for start in range(0, 40, 2)]
-    assert all(len(set(epoch)) == 8 for epoch in epochs)
-    assert len(set(map(tuple, epochs))) > 1
-    assert next(iter(arms._new_order())) != batches[0]
-    assert arms.load(1) > 0
-    assert arms.decode() > 0
-
-
-def test_bench_input_names_a_corrupt_image(tmp_path, capsys):
-    folder = tmp_path / "images" / "train" / "a"
-    folder.mkdir(parents=True)
-    for number in range(4):
-        (folder / f"{number}.jpg").write_bytes(b"no image")
-    words = ("input", "--data", "images", "--batch-size", "2", "--workers", "0", "--seconds", "0.1")
-    assert bench(*words) == 1
-    error = capsys.readouterr().err
-    assert ".jpg is no image that can be decoded" in error
-    assert "hpctrain explain HT517" in error
-    assert "Traceback" not in error
-
-
-def test_bench_input_refuses_too_few_images(tmp_path, capsys):
-    folder = tmp_path / "images" / "train" / "a"
-    folder.mkdir(parents=True)
-    (folder / "x.jpg").write_bytes(b"")
-    assert bench("input", "--data", "images") == 2
-    error = capsys.readouterr().err
-    assert "images/train has 1 images, but a batch of each rank takes 64" in error
-    assert "--batch-size 1\n" in error
-    assert "hpctrain explain HT909" in error
-
-
-def test_bench_input_refuses_missing_images(tmp_path, capsys):
-    assert bench("input", "--data", "nowhere") == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_bench_input_finds_the_workers_that_suffice():
-    ranks = [{"decoded, no loader": [1e-3] * 3, "0 workers": [2e-3] * 3, "2 workers": [1e-3] * 3}]
-    found = input.evaluate(ranks * 2, [0, 2], 800)
-    arm = found["results"]["2 workers"]
-    assert arm["images_per_s"]["median"] == pytest.approx(2000)
-    assert arm["images_per_s_of_a_rank"] == pytest.approx(1000)
-    assert found["enough_workers"] == 2
-    assert input.evaluate(ranks, [0, 2], 1001)["enough_workers"] is None
 
 
 def test_bench_title_has_world_device_and_backend():

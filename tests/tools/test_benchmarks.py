@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # Modules of the extra `benchmark`, for comparison.
-PEERS = ("accelerate", "ignite", "lightning_fabric", "timm", "torchcodec")
+PEERS = ("accelerate", "ignite", "lightning_fabric", "timm")
 FIGURE = re.compile(r"-?[\d.]+ \[-?[\d.]+, -?[\d.]+\]")
 
 

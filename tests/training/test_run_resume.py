@@ -260,7 +260,7 @@ def test_incomplete_accumulation_is_dropped_at_the_end_of_an_epoch(run, tmp_path
 def test_checkpoint_of_another_run_is_not_resumed():
     ranks.values(ranks.run(1, partial(train, max_steps=5, epochs=None)))
     Path("run").rename("other")
-    options = {"max_steps": 3, "epochs": None, "data": "another"}
+    options = {"max_steps": 3, "epochs": None, "name": "another"}
     ranks.values(ranks.run(1, partial(train, **options)))
     shutil.copytree("other/checkpoints/step-00000005", "run/checkpoints/step-00000005")
     Path("run/summary.json").unlink()
@@ -412,13 +412,12 @@ def test_resume_without_a_checkpoint_starts_at_step_0():
     [
         ({}, "has a run in it"),
         ({"resume": True, "name": "other"}, "its name is 'example'"),
-        ({"resume": True, "data": "mnist"}, "its data is 'digits'"),
         ({"resume": True, "width": 1}, "its model is"),
         ({"resume": True, "global_batch": 24}, "a global batch of 12"),
     ],
 )
 def test_run_directory_of_another_run_is_refused(options, words):
-    ranks.values(ranks.run(1, partial(train, max_steps=5, data="digits")))
+    ranks.values(ranks.run(1, partial(train, max_steps=5)))
     Path("run/summary.json").write_text('{"status": "stopped"}')
     before = {
         path: path.read_bytes()
@@ -430,16 +429,6 @@ def test_run_directory_of_another_run_is_refused(options, words):
         assert result.exit_code == 2
         assert words in str(result)
     assert before == {path: path.read_bytes() for path in before}
-
-
-def test_run_goes_on_whether_or_not_its_script_has_an_option_for_data():
-    """Resume a run that recorded data without such an option, as earlier releases did, and back."""
-    for end, data in ((3, {"data": "digits"}), (4, {}), (5, {"data": "digits"})):
-        options = {"max_steps": end, "epochs": None, "resume": True, **data}
-        ((steps, _),) = ranks.values(ranks.run(1, partial(train, **options)))
-        assert steps[-1] == end - 1
-        assert steps[0] in (0, end - 1)
-    assert faults.started_at() == [0, 3, 4]
 
 
 def test_run_directory_with_other_files_is_refused():

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.tools.bench import allreduce, checkpoint, input, step
+from hpctrain.tools.bench import allreduce, checkpoint, step
 from hpctrain.tools.bench.measure import Results, facts, rows, table
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
@@ -29,7 +29,6 @@ _TIMEOUT, _TIMEOUT_OF_CHECKPOINT = 300.0, 3600.0
 _MEASUREMENTS: dict[str, Callable[[Session, argparse.Namespace], Results]] = {
     "step": step.measure,
     "allreduce": allreduce.measure,
-    "input": input.measure,
     "checkpoint": checkpoint.measure,
 }
 
@@ -68,14 +67,14 @@ def _open(arguments: argparse.Namespace) -> Session:
     given = vars(arguments)
     names = ("backend", "precision", "compile", "batch_size", "start_timeout")
     options = {name: given[name] for name in names if given.get(name) is not None}
-    size, workers = 1, "auto" if arguments.what == "input" else 0
+    size = 1
     timeout = _TIMEOUT_OF_CHECKPOINT if arguments.what == "checkpoint" else _TIMEOUT
     if arguments.what == "step":
         # In half precision, ResNet-50 with 128 samples fills a GPU of 16 GB and keeps larger GPUs
         # busy. Do not use torch here: it would look for GPUs before the Session chooses one.
         shown = visible_gpus.visible(os.environ)
         size = 128 if visible_gpus.here() and (shown is None or shown.names) else 32
-    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": timeout}
+    defaults = {"precision": "fp32", "batch_size": size, "workers": 0, "timeout": timeout}
     return Session(**{**defaults, **options})
 
 
@@ -83,7 +82,7 @@ def _about(session: Session) -> dict[str, Any]:
     """Return the facts that the figures depend on."""
     on_gpu = session.device.type == "cuda"
     return {
-        **facts(["hpctrain", "torch", "torchvision", "horovod", "simplejpeg"]),
+        **facts(["hpctrain", "torch", "torchvision", "horovod"]),
         "device": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
         "threads": torch.get_num_threads(),
         "backend": session.backend.name,
