@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hpctrain.arguments import Batches, Options
 from hpctrain.cluster.texts import ranks_text
+from hpctrain.data.libraries import begin_pipelines
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 from hpctrain.process.pytree import tensors_in
@@ -108,24 +109,29 @@ def divided(loader: DataLoader[Any], world_size: int) -> bool:
 
 
 def begin_own(loader: Any, epoch: int, seed: int) -> None:
-    """Prepare a DataLoader for an epoch, so that a resumed run gets the same batches.
+    """Prepare a loader for an epoch, so that a resumed run gets the same batches.
 
     A sampler with `set_epoch`, such as DistributedSampler, gets the epoch, and an IterableDataset
-    with it too. A generator of the loader or sampler is seeded from the run's seed, the generator's
-    first seed and the epoch.
+    with it too; those of MosaicML Streaming and webdataset have a counter. A generator of the
+    loader or sampler is seeded from the run's seed, the generator's first seed and the epoch.
 
     Args:
         loader: any iterable of batches.
         epoch: number of the epoch, from 0.
         seed: seed of the run.
     """
+    begin_pipelines(loader, epoch, seed)
     if not isinstance(loader, DataLoader):
+        if isinstance(loader, IterableDataset) and callable(getattr(loader, "set_epoch", None)):
+            loader.set_epoch(epoch)  # type: ignore[attr-defined]
         return
     sampler = sampler_of(loader)
     streams = isinstance(loader.dataset, IterableDataset)
     for owner in (sampler, loader.batch_sampler, loader.dataset if streams else None):
         if callable(set_epoch := getattr(owner, "set_epoch", None)):
             set_epoch(epoch)
+    if streams and hasattr(loader.dataset, "next_epoch"):  # of MosaicML Streaming
+        loader.dataset.next_epoch = epoch
     owners = {getattr(owner, "generator", None): owner for owner in (loader, sampler)}
     for generator, owner in owners.items():
         if isinstance(generator, torch.Generator):
