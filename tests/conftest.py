@@ -30,6 +30,7 @@ sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 PARTS = {
     "accelerate": "pip install accelerate",
     "browser": "apt-get install chromium-headless-shell",
+    "datasets": "pip install datasets",
     "fashion-mnist": "apt-get install dataset-fashion-mnist",
     "gpu": "a machine with an NVIDIA GPU and its driver",
     "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
@@ -47,10 +48,12 @@ PARTS = {
     "slurm": "root, and apt-get install slurm-wlm munge iproute2",
     "ssh": "apt-get install openssh-server",
     "strace": "apt-get install strace",
+    "streaming": "pip install --no-deps mosaicml-streaming",
     "submitit": "pip install submitit",
     "timm": "pip install timm",
     "torchao": "pip install torchao",
     "torchdata": "pip install torchdata",
+    "webdataset": "pip install webdataset",
 }
 # Properties of a machine, programs without a Debian package, and packages whose programs are tried:
 # --strict-parts does not need them.

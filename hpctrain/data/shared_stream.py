@@ -46,7 +46,8 @@ class SharedStream(Shared):
         self._next = 0  # first micro-batch of this rank that is not read yet
         self._states: dict[int, Any] = {}  # states of the source, by the next micro-batch
         data = source.dataset if isinstance(source, DataLoader) else source
-        self._own, self._by_node = data, False
+        self._own: Any = data
+        self._by_node = False
         if sharing.world_size > 1 and not sharing.same_data:
             self._own, self._by_node = split_over_ranks(data, sharing.rank, sharing.world_size)
         self._generators = generators(self._own) if self._by_node else ""
@@ -235,8 +236,8 @@ def _refuse_shuffle(generators: Sequence[str]) -> None:
     ranks = [rank for rank, one in enumerate(generators) if one != generators[0]]
     raise UsageError(
         "HT611",
-        f"a stream of Hugging Face that is shuffled in another order on {ranks_text(ranks)} than on "
-        "rank 0, so that the ranks would share samples",
+        f"a stream of Hugging Face with another order on {ranks_text(ranks)} than on rank 0, so that "
+        "ranks would share samples",
         "the same order on all ranks, which divide it",
         "dataset.shuffle(seed=session.options.seed)",
     )

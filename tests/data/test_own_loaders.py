@@ -134,6 +134,25 @@ def test_distributed_sampler_shuffles_anew_in_each_epoch():
         assert seen[:half] != seen[half:]
 
 
+class Unseeded(Stream):
+    """Samples in an order that no seed repeats."""
+
+    def __iter__(self):
+        yield from random.SystemRandom().sample(list(super().__iter__()), SAMPLES)
+
+
+LOADERS["unseeded"] = lambda session: DataLoader(Unseeded(), 4)
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("unseeded", 1), ("stream", 0)])
+def test_resume_warns_if_a_stream_does_not_repeat_its_order(name, warnings):
+    train(name, "cut", max_steps=5)
+    rest, _ = train(name, "cut", max_steps=8, resume=True)
+    assert len(rest) == 3
+    log = Path("cut/logs/rank-0.log").read_text()
+    assert log.count("this epoch began with another batch") == warnings
+
+
 @pytest.mark.parametrize(
     "name",
     ["seeded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shuffled", "weighted"))],

@@ -23,6 +23,7 @@ import torch
 from battery import session
 from torch import nn
 
+from hpctrain.errors import UsageError
 
 FILES, EACH, SIZE = 6, 8, 4
 SAMPLES = FILES * EACH
@@ -276,3 +277,48 @@ def test_killed_and_resumed_stream_has_the_samples_of_an_undisturbed_run(name, w
         assert rest == seen[-len(rest) :]
     log = Path("killed/logs/rank-0.log").read_text()
     assert log.count("cannot skip") == (LAYOUTS[name].resume == "replay")
+
+
+def unseeded(name, opened, workers):
+    loader = loader_of(name, opened, workers)
+    return torch.utils.data.DataLoader(loader.dataset.shuffle(buffer_size=8), SIZE)
+
+
+def train_unseeded():
+    return train("stream of datasets", 0, change=unseeded)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_shuffle_of_datasets_without_a_common_seed_is_refused(lacking):
+    need("stream of datasets", lacking)
+    ranks.values(ranks.run(1, write, "stream of datasets"))
+    for result in ranks.run(3, train_unseeded):
+        assert isinstance(result, UsageError), result
+        assert result.code == "HT611"
+        assert "shuffle(seed=" in result.fixes[0]
+
+
+def seeded(name, opened, workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    dataset = loader_of(name, opened, workers).dataset.shuffle(seed=3, buffer_size=8)
+    return StatefulDataLoader(dataset, SIZE)
+
+
+def train_seeded(keywords):
+    return train("stream of datasets", 0, change=seeded, **keywords)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_shuffle_buffer_of_datasets_is_replayed_as_its_state_lacks_the_buffer(lacking):
+    need("stream of datasets", lacking)
+    ranks.values(ranks.run(1, write, "stream of datasets"))
+    whole = ranks.values(ranks.run(3, train_seeded, {"path": "whole"}))
+    options = {"path": "killed", "checkpoint_every": 1}
+    ranks.run(3, train_seeded, {**options, "kill": STEPS + 3})
+    resumed = ranks.values(ranks.run(3, train_seeded, {**options, "resume": True}))
+    for seen, rest in zip(whole, resumed, strict=True):
+        assert 0 < len(rest) < STEPS
+        assert rest == seen[-len(rest) :]
