@@ -236,8 +236,8 @@ def _refuse_shuffle(generators: Sequence[str]) -> None:
     ranks = [rank for rank, one in enumerate(generators) if one != generators[0]]
     raise UsageError(
         "HT611",
-        f"a stream of Hugging Face with another order on {ranks_text(ranks)} than on rank 0, so that "
-        "ranks would share samples",
+        f"a stream of Hugging Face with another order on {ranks_text(ranks)} than on rank 0, so "
+        "that ranks would share samples",
         "the same order on all ranks, which divide it",
         "dataset.shuffle(seed=session.options.seed)",
     )
