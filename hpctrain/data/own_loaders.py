@@ -178,7 +178,7 @@ def split_themselves(fingerprints: Sequence[str]) -> bool:
             "a different part of the data on each rank, or the same data on all",
             "session.loader(dataset)",
             "let your loader take every world_size-th batch, from session.world.rank on",
-            "--same-data (if you want this)",
+            "hpctrain.Session(same_data=True) (if you want this)",
         )
     return False
 

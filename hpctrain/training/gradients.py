@@ -195,7 +195,8 @@ class Gradients:
                 "HT604",
                 "gradients are clipped after session.step(), which has applied and cleared them",
                 "that they are clipped before the update",
-                "remove clip_grad_norm_() or clip_grad_value_(); --clip-norm X or --clip-value X",
+                "remove clip_grad_norm_() or clip_grad_value_(), and use "
+                "hpctrain.Session(clip_norm=X) or Session(clip_value=X)",
                 "session.backward(loss), session.clip_grad_norm_(…), optimizer.step()",
             )
         if self._precision.scaler is not None and self._passes and not self._unscaled:

@@ -114,7 +114,7 @@ def prepare_model(model: nn.Module, context: Context) -> nn.Module:
         sync_batchnorm.convert(model, backend)
     context.precision.convert(model)
     if options.activation_checkpointing:
-        _checkpoint_activations(model, options.fsdp_blocks)
+        _checkpoint_activations(model, options.settings("fsdp")["blocks"])
     if options.compile:
         model.compile()  # type: ignore[no-untyped-call]
     wrapped = backend.wrap(model)
@@ -144,7 +144,7 @@ def _checkpoint_activations(model: nn.Module, names: str | None) -> None:
             f"--activation-checkpointing, and no container of the {type(model).__name__} has "
             "several modules of one class",
             "blocks whose activations are computed again",
-            "--fsdp-blocks CLASS, with the class of the blocks",
+            "--fsdp blocks=CLASS, with the class of the blocks",
         )
     for block in blocks:
         block.forward = partial(activation_checkpoint, block.forward, use_reentrant=False)

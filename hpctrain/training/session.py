@@ -1,9 +1,8 @@
 """Training session of one rank: connects World, Backend and Precision."""
 
-import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import data, errors
-from hpctrain.arguments import Batches, Given, Options, named
+from hpctrain.arguments import Batches, Given, Options, foreign_names, named, names_of
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.job import Allocation
 from hpctrain.data.feed import Placement
@@ -54,9 +53,10 @@ class Session(Collectives):
     message and its exit code.
 
     Args:
-        given: command line parsed by `hpctrain.options()` or any parser, or a dict. Names of
-            options are options, all others belong to the script. If `batch_size` is there and
-            None, the session sets it to the micro-batch size.
+        given: command line parsed by `hpctrain.options()`, or a dict of options. Of a command
+            line, a session reads only the options that `hpctrain.options()` has added; that of
+            another parser sets nothing. If the option `batch_size` is None there, the session sets
+            it to the micro-batch size.
         keywords: all options by name (`backend="ddp"`, `precision="bf16"`, …); they override what
             is given.
 
@@ -97,6 +97,8 @@ class Session(Collectives):
             hook = sys.excepthook
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
+        if start.world.rank == 0:
+            _name_foreign(given, keywords)
         # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self._exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
@@ -112,7 +114,7 @@ class Session(Collectives):
             # An earlier session of this process may have left a file; it is out of date now.
             Path(self._exit_status_file).unlink(missing_ok=True)
         try:
-            self._open(start, named(given))
+            self._open(start, named(given), names_of(given))
         except BaseException as error:
             self._undo.close()
             if isinstance(error, HpctrainError):
@@ -122,12 +124,14 @@ class Session(Collectives):
         self._hooks = hook, sys.excepthook  # torch.distributed has set its own, too
         failure_record.note_session(self.world.rank, os.environ)
 
-    def _open(self, start: launchers.Start, given: MutableMapping[str, Any]) -> None:
-        options, shared = self.options, {field.name for field in dataclasses.fields(Options)}
+    def _open(
+        self, start: launchers.Start, given: MutableMapping[str, Any], names: Set[str]
+    ) -> None:
+        options = self.options
         self._context = context = open_ranks(
             start,
             options,
-            {name: value for name, value in given.items() if name not in shared},
+            {name: value for name, value in given.items() if name not in names},
             self.preemption,
             self._exit_status_file,
             os.environ,
@@ -141,7 +145,7 @@ class Session(Collectives):
         self._events.weight = partial(setattr, context, "weight")
         self._events.exchange = self._meet
         self._events.evaluation, self._events.exhausted = self._align, self._take_part
-        if given.get("batch_size", 0) is None:
+        if "batch_size" in names and given["batch_size"] is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
             given["batch_size"] = self.batches.batch_size
         self._gradients = Gradients(context)
@@ -546,3 +550,16 @@ class Session(Collectives):
             self.close(exit_codes.FAILED, f"{type(failure).__name__}: {failure}")
         if explained:
             raise explained from None
+
+
+def _name_foreign(given: Given, keywords: Collection[str]) -> None:
+    """Log which values of another parser's command line set no option, though one has the name."""
+    names = [name for name in foreign_names(given) if name not in keywords]
+    if names:
+        logger.warning(
+            "hpctrain.options() has not parsed this command line, so these arguments are the "
+            "script's alone and set no option of hpctrain: %s (to set them: parser = "
+            "hpctrain.options(), or keywords: hpctrain.Session(%s=…))",
+            ", ".join(names),
+            names[0],
+        )

@@ -88,7 +88,7 @@ def refuse_nonfinite(context: Context, step: int) -> None:
             "HT613",
             f"the weights are not finite any more at step {step}, so they are not kept",
             "finite losses and gradients",
-            "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision fp32; "
+            "--resume, with a lower --lr, --lr-warmup-epochs, clip_norm= or --precision fp32; "
             "it goes on from the checkpoint before",
         ).of_all(context.world.rank)
 
@@ -111,7 +111,7 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
         f"{most} steps in a row overflowed or had no finite loss, "
         f"on {ranks:.0f} of {context.world.world_size} ranks, before step {step}",
         f"fewer in a row (--max-nonfinite {most})",
-        "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision bf16; "
+        "--resume, with a lower --lr, --lr-warmup-epochs, clip_norm= or --precision bf16; "
         f"it goes on from step {saved.step if saved else 0}",
     ).of_all(context.world.rank)
 
