@@ -128,11 +128,11 @@ def assert_close(found, expected, **tolerance):
             for size, options in [
                 (2, {}),
                 (4, {"ema": 0.9}),
-                (3, {"fsdp_reshard": False}),
-                (3, {"fsdp_blocks": "Block,MultiheadAttention"}),
+                (3, {"fsdp": {"reshard": False}}),
+                (3, {"fsdp": {"blocks": "Block+MultiheadAttention"}}),
                 (3, {"kind": torch.optim.SGD}),
                 *((size, {"epochs": 50}) for size in (2, 3, 4)),  # 200 steps
-                (4, {"fsdp_hybrid": True, "layout": (2, 2)}),
+                (4, {"fsdp": "hybrid", "layout": (2, 2)}),
             ]
         ),
     ],
@@ -267,8 +267,8 @@ def test_blocks_are_what_the_model_repeats():
     [
         ({"precision": "fp16"}, "--backend fsdp with --precision fp16"),
         ({"check_replicas_every": 5}, "--check-replicas-every 5 with --backend fsdp"),
-        ({"fsdp_offload": True}, "--fsdp-offload on a CPU"),
-        ({"fsdp_hybrid": True, "layout": (2, 1)}, "2 ranks on node1, 1 rank on node2"),
+        ({"fsdp": "offload"}, "--fsdp offload on a CPU"),
+        ({"fsdp": "hybrid", "layout": (2, 1)}, "2 ranks on node1, 1 rank on node2"),
         ({"kind": hpctrain.optim.LAMB}, "LAMB under --backend fsdp"),
     ],
 )

@@ -58,7 +58,7 @@ def parser_of_program(name):
     An example is run up to its command line.
     """
     if name in SCRIPTS:
-        return hpctrain.options(recipe=True)
+        return hpctrain.options()
     if not EXAMPLE.fullmatch(name):
         return parser_of([name])
 
@@ -121,7 +121,7 @@ def test_command_lines_of_all_pages_are_accepted(programs, capsys, monkeypatch):
 @functools.cache
 def known_options():
     """Return the options of the command line and of scripts, and those named in sources."""
-    parsers = [parser_of(COMMANDS), hpctrain.options(recipe=True)]
+    parsers = [parser_of(COMMANDS), hpctrain.options()]
     known = set().union(*FOREIGN.values())
     for parser in parsers:  # grows
         for action in parser._actions:

@@ -63,7 +63,7 @@ import torch
 
 import hpctrain
 
-args = hpctrain.options(recipe=True).parse_args()
+args = hpctrain.options().parse_args()
 with hpctrain.Session(args) as session:
     samples = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     loader = session.loader(torch.utils.data.TensorDataset(samples, samples.sum(1, keepdim=True)))

@@ -300,7 +300,7 @@ def write_result(session, run, model, optimizer, schedule):
 
 
 def options(argv):
-    parser = hpctrain.options(recipe=True, description="A training with faults on request.")
+    parser = hpctrain.options(description="A training with faults on request.")
     own = parser.add_argument_group("of this script")
     own.add_argument("--optimizer", choices=("adam", "sgd"), default="sgd")
     own.add_argument("--samples", type=int, default=100, help="of the training set")

@@ -79,7 +79,7 @@ def lengths(name: str, count: int) -> list[int]:
 
 def start() -> None:
     """Start ranks here, and a job."""
-    parser = hpctrain.options(recipe=True, description="points")
+    parser = hpctrain.options(description="points")
     parser.add_argument("--width", type=int, default=4)
     assert_type(hpctrain.detect().world_size, int)
     assert_type(hpctrain.spawn(lengths, 2, ("a", 2)), list[list[int]])
