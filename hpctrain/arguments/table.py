@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Collection, MutableMapping, Set
+from collections.abc import Collection, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,7 +302,7 @@ class Options:
     horovod: str | None = _settings("horovod")
 
     @classmethod
-    def of(cls, given: Given, keywords: dict[str, Any]) -> "Options":
+    def of(cls, given: Given, keywords: Mapping[str, Any]) -> "Options":
         """Return the options of a parsed command line or a dict, overridden by keyword arguments.
 
         An option that is not there has its default. Of a command line, only what a parser of
@@ -313,7 +313,8 @@ class Options:
                 accept its value.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        values = {name: named(given)[name] for name in names_of(given)} | keywords
+        values = {name: named(given)[name] for name in names_of(given)}
+        values.update(keywords)
         for name, value in values.items():
             if name not in fields:
                 raise _unknown(name, fields, "" if name in keywords else " in the dict")

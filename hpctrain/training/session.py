@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, TypeVarTuple, overload
+from typing import Any, Self, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import data, errors
 from hpctrain.arguments import Batches, Given, Options, foreign_names, named, names_of
+from hpctrain.arguments.keywords import Keywords
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.job import Allocation
 from hpctrain.data.feed import Placement
@@ -86,7 +87,7 @@ class Session(Collectives):
     workers: int
     preemption: Preemption
 
-    def __init__(self, given: Given = None, /, **keywords: Any) -> None:
+    def __init__(self, given: Given = None, /, **keywords: Unpack[Keywords]) -> None:
         self._undo = ExitStack()  # restores what a session changes in its process
         hook = sys.excepthook
         super().__init__()

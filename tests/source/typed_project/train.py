@@ -41,7 +41,9 @@ class Net(nn.Module):
 
 def train(args: argparse.Namespace) -> float:
     """Train, and return the share of right answers."""
-    with hpctrain.Session(args, backend="auto") as session:
+    with hpctrain.Session(
+        args, backend="auto", run_dir=Path("runs"), ddp={"bucket_mb": 50}, fsdp="hybrid"
+    ) as session:
         model = session.prepare(Net())
         optimizer, loader = session.prepare(
             SGD(model.parameters(), lr=0.1), DataLoader(Points(), batch_size=4, shuffle=True)
@@ -96,6 +98,9 @@ def start() -> None:
 
 def mistakes(session: hpctrain.Session, run: hpctrain.Run) -> None:
     """Make mistakes, each of which mypy has to find: an ignore without an error is one itself."""
+    hpctrain.Session(precison="bf16")  # type: ignore[call-arg]
+    hpctrain.Session(epochs="two")  # type: ignore[arg-type]
+    hpctrain.Session(ddp={"bukcet_mb": 50})  # type: ignore[arg-type]
     session.step(0.5)  # type: ignore[arg-type]
     session.prepare("model")  # type: ignore[call-overload]
     session.prepare(Net()).penalty(1)  # type: ignore[call-arg]
