@@ -138,6 +138,10 @@ class Run:
         position, on_disk = (resumed.position, resumed.on_disk) if resumed else (None, None)
         if resumed is not None:
             self._go_on(resumed)
+        elif context.options.resume or self.directory.lines(self.directory.starts):
+            logger.info(
+                "there is no checkpoint in %s: the run starts at step 0", self.directory.path
+            )
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
         self._replicas = ReplicaCheck(context, watchdog.seconds, self.step, resumed is not None)
@@ -206,7 +210,10 @@ class Run:
         logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
     def epochs(self, default: int | None = None) -> Iterator[int]:
-        """Iterate over the remaining epochs, with a checkpoint at the end of each.
+        """Iterate over the remaining epochs, with a checkpoint at the end of the last one.
+
+        With `--checkpoint-every`, `--checkpoint-minutes` or `--keep-best`, each epoch ends with a
+        checkpoint. Without them, the time that a checkpoint takes decides where the next one is.
 
         Args:
             default: number of epochs if neither `--epochs` nor `--max-steps` is given.
@@ -258,8 +265,19 @@ class Run:
                 self._epoch_step = self._batches = 0
             pause = time.monotonic() - self._paused
             self._agreement.longest_pause = max(self._agreement.longest_pause, pause)
-            self.save()
+            self._end_epoch(last=self.epoch >= last or self.step >= self._most_steps)
             self._stop_here()
+
+    def _end_epoch(self, last: bool) -> None:
+        """Save at the end of an epoch, if a checkpoint is due or the loop ends there."""
+        self._drop_rest()
+        if not (last or self._checkpoints.at_epochs):
+            self._events.phase(WAITING)
+            due = self._agreement.now("the end of an epoch", self.step, self.epoch)
+            self._events.phase(IDLE)
+            if not due:
+                return
+        self.save()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.

@@ -301,6 +301,7 @@ def write_result(session, run, model, optimizer, schedule):
 
 def options(argv):
     parser = hpctrain.options(description="A training with faults on request.")
+    parser.set_defaults(checkpoint_minutes=1000.0)  # an interval, so each epoch ends with a save
     own = parser.add_argument_group("of this script")
     own.add_argument("--optimizer", choices=("adam", "sgd"), default="sgd")
     own.add_argument("--samples", type=int, default=100, help="of the training set")
