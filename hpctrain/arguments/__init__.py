@@ -52,6 +52,7 @@ def add_options(parser: Parser) -> None:
     for field in dataclasses.fields(Options):
         spec = dict(field.metadata)
         if spec.pop("only_keyword"):
+            parser.only_keywords.append(field.name)
             continue
         if spec["default"] not in (None, False):
             spec["help"] += " (default: %(default)s)"

@@ -35,10 +35,14 @@ class Parser(argparse.ArgumentParser):
 
     An argument that the script adds belongs to the script. If it stores its value under the name of
     an option of hpctrain, it replaces this option.
+
+    Attributes:
+        only_keywords: names of the options that are keywords of a Session alone.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._training: list[argparse.Action] = []
+        self.only_keywords: list[str] = []
         super().__init__(*arguments, **keywords)
 
     def add_training_option(
@@ -62,10 +66,9 @@ class Parser(argparse.ArgumentParser):
             return super().add_argument(*flags, **keywords)
         except argparse.ArgumentError:
             self._refuse_second(next(flag for flag in flags if flag in self._option_string_actions))
-            raise
 
-    def _refuse_second(self, flag: str) -> None:
-        error = UsageError(
+    def _refuse_second(self, flag: str) -> NoReturn:
+        self._exit_with(
             "HT502",
             f"parser.add_argument({flag!r}), but hpctrain.options() has this option",
             "each option once",
@@ -73,6 +76,17 @@ class Parser(argparse.ArgumentParser):
             f"parser.set_defaults({self._option_string_actions[flag].dest}=…) for another default",
             'hpctrain.options(conflict_handler="resolve") (your option replaces it)',
         )
+
+    def _refuse_default(self, name: str, value: Any) -> NoReturn:
+        self._exit_with(
+            "HT501",
+            f"parser.set_defaults({name}={value!r})",
+            f"a keyword of the Session, as {name} is no option of the command line",
+            f"hpctrain.Session(args, {name}={value!r})",
+        )
+
+    def _exit_with(self, *message: str) -> NoReturn:
+        error = UsageError(*message)
         self.exit(error.exit_code, f"hpctrain: error: {error}\n")
 
     def error(self, message: str) -> NoReturn:
@@ -111,7 +125,10 @@ class Parser(argparse.ArgumentParser):
         args: Sequence[str] | None,
         namespace: argparse.Namespace | None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        names = self._withdraw_replaced()
+        names, own = self._withdraw_replaced(), {action.dest for action in _all_actions(self)}
+        for name in self.only_keywords:
+            if name not in own and self.get_default(name) is not None:
+                self._refuse_default(name, self.get_default(name))
         if namespace is None or type(namespace) is argparse.Namespace:
             shared = Namespace()
             shared.__dict__ = {} if namespace is None else vars(namespace)

@@ -111,6 +111,19 @@ def test_values_that_the_script_changes_before_the_session_count():
     assert Options.of(args, {}) == Options(epochs=5, max_steps=7)
 
 
+def test_default_of_a_keyword_that_is_no_option_is_rejected(capsys):
+    parser = options()
+    parser.set_defaults(clip_norm=1.0)
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args([])
+    assert caught.value.code == 2
+    assert "fix:      hpctrain.Session(args, clip_norm=1.0)" in capsys.readouterr().err
+    parser.add_argument("--clip-norm", type=float)  # now it is the script's
+    args = parser.parse_args([])
+    assert args.clip_norm == 1.0
+    assert Options.of(args, {}) == Options()
+
+
 def test_namespace_of_the_caller_gets_the_values_and_the_returned_one_is_marked():
     given = argparse.Namespace(width=3)
     args = options().parse_args(["--epochs", "3"], namespace=given)
