@@ -251,8 +251,7 @@ def train_baseline(options, accumulate):
 
 
 def train_with_session(options, accumulate):
-    named = {f"horovod_{name}": value for name, value in options.items()}
-    with session(accumulate=accumulate, **named) as opened:
+    with session(accumulate=accumulate, horovod=options) as opened:
         model, data = model_and_data(opened.world.rank)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         for inputs in data:

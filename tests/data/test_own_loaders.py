@@ -179,11 +179,11 @@ def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
 
 
 def test_batch_size_of_a_dict_is_set_once_the_session_is_open(tmp_path):
-    given = {"global_batch": 8, "batch_size": None, "width": 64, "run_dir": str(tmp_path / "run")}
+    given = {"global_batch": 8, "batch_size": None, "run_dir": str(tmp_path / "run")}
     with hpctrain.Session(given, max_steps=1) as opened, opened.run() as run:
         assert given["batch_size"] == opened.batches.batch_size == 8
     (start,) = run.directory.lines(run.directory.starts)
-    assert start["own_options"] == {"width": 64}
+    assert start["own_options"] == {}
     assert (start["options"]["global_batch"], start["options"]["max_steps"]) == (8, 1)
 
 
