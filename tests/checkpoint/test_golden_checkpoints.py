@@ -24,7 +24,7 @@ def test_golden_checkpoints_are_all_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_checkpoint_loads_and_resumes(name, lacking):
-    loads_and_resumes(name, lacking, golden_checkpoints.CASES[name][0])
+    loads_and_resumes(name, lacking, golden_checkpoints.CASES[name][1])
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,8 @@ def test_golden_checkpoint_loads_and_resumes(name, lacking):
     [
         ("format3-ddp-fp32-3", "fsdp"),
         ("format4-fsdp-fp32-3", "horovod"),
+        ("format4-horovod-groups-3", "fsdp"),
+        ("format4-fsdp-rates-3", "ddp"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("format4-ddp-fp32-3", "fsdp"), ("format4-fsdp-fp32-3", "ddp"))
@@ -43,12 +45,14 @@ def test_golden_checkpoint_of_another_backend_loads_and_resumes(name, backend, l
 
 
 def loads_and_resumes(name, lacking, backend):
-    _, precision, size = golden_checkpoints.CASES[name]
+    kind, _, precision, size = golden_checkpoints.CASES[name]
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "no module named horovod")
     shutil.copytree(golden_checkpoints.FOLDER / name / "run", "run")
     expected = json.loads((golden_checkpoints.FOLDER / name / "expected.json").read_text())
-    resumed = ranks.values(ranks.run(size, golden_checkpoints.train, backend, precision, True))
+    resumed = ranks.values(
+        ranks.run(size, golden_checkpoints.train, kind, backend, precision, True)
+    )
     run = RunDirectory("run")
     assert [line["step"] for line in run.lines(run.starts)] == [0, golden_checkpoints.SAVED]
     assert resumed[0]["loaded"] == expected["loaded"]
