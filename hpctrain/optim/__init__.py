@@ -4,14 +4,7 @@ from hpctrain.optim.decay import split
 from hpctrain.optim.ema import EMA
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
-from hpctrain.optim.schedules import (
-    Schedule,
-    apply,
-    attached,
-    put_back_rates,
-    scale,
-    scheduled,
-)
+from hpctrain.optim.schedules import Schedule, apply, scale
 
 __all__ = [
     "EMA",
@@ -19,9 +12,6 @@ __all__ = [
     "LARS",
     "Schedule",
     "apply",
-    "attached",
-    "put_back_rates",
     "scale",
-    "scheduled",
     "split",
 ]

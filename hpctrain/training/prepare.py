@@ -20,9 +20,9 @@ from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.transparent import Transparent
 from hpctrain.data.feed import Placement
 from hpctrain.errors import UsageError
-from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
+from hpctrain.training import sync_batchnorm
 from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 from hpctrain.training.context import Context
 

@@ -12,6 +12,7 @@ from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.context import Context, parameters_of
+from hpctrain.training.schedulers import scheduled
 
 __all__ = ["check_schedule", "plan_schedule", "prepare_optimizer"]
 
@@ -54,7 +55,7 @@ def _refuse_parameters(optimizer: Optimizer, context: Context) -> None:
 def _apply_options(optimizer: Optimizer, context: Context) -> None:
     """Apply the options for weight decay and learning rate."""
     options, batches = context.options, context.batches
-    if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
+    if scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
         raise UsageError(
             "HT610",
             "a scheduler was made before session.prepare(), which changes the rates or groups "
@@ -148,7 +149,7 @@ def check_schedule(schedule: optim.Schedule, optimizers: Sequence[Optimizer]) ->
         UsageError: an optimizer has a scheduler of the script or factors of timm for its rates, or
             all rates are below the least.
     """
-    if any(map(optim.scheduled, optimizers)):
+    if any(map(scheduled, optimizers)):
         raise UsageError(
             "HT610",
             "a scheduler of the script's own, and --lr-schedule or --lr-warmup-…",

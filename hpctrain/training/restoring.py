@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from hpctrain import checkpoint
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.optim import scheduled
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, plain_state, sharded_state
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
+from hpctrain.training.schedulers import scheduled
 from hpctrain.training.state import Position
 
 __all__ = ["Restored", "restore"]

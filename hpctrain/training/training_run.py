@@ -27,7 +27,7 @@ from hpctrain.process.phases import (
 )
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder
-from hpctrain.training import epoch_batches, prepare_optimizer
+from hpctrain.training import epoch_batches, prepare_optimizer, schedulers
 from hpctrain.training.agreement import Agreement
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import meet
@@ -181,11 +181,11 @@ class Run:
         Also restore schedulers that the script created after the run was opened.
         """
         kept = list(self._state.values())
-        for name, scheduler in optim.attached(self._context.optimizers, excluded=kept).items():
+        for name, scheduler in schedulers.attached(self._context.optimizers, excluded=kept).items():
             self._state[name] = scheduler
             if name in self._left:
                 scheduler.load_state_dict(self._left.pop(name))
-                optim.put_back_rates(scheduler)
+                schedulers.put_back_rates(scheduler)
 
     def _go_on(self, resumed: Restored) -> None:
         """Continue from a restored position."""

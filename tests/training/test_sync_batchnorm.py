@@ -10,7 +10,7 @@ from battery import HOROVOD_SLOW, by_world_size, session, train
 from torch import nn
 
 import hpctrain
-from hpctrain.optim import sync_batchnorm
+from hpctrain.training import sync_batchnorm
 
 PARTS = [3, 5, 8]  # samples of each rank
 

@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
-from hpctrain.optim.foreach import at_least_fp32
 from hpctrain.process.logging import logger
 
 __all__ = ["SyncBatchNorm", "convert"]
@@ -161,7 +160,7 @@ def _moments(x: Tensor) -> Tensor:
     count = x.numel() // max(x.size(1), 1)
     if count == 0:
         return torch.zeros(2 * x.size(1) + 1, dtype=torch.float64, device=x.device)
-    x, over = x.to(at_least_fp32(x.dtype)), _all_but_channels(x)
+    x, over = x.to(_at_least_fp32(x.dtype)), _all_but_channels(x)
     mean = x.mean(over, keepdim=True)
     deviations = (x - mean).square().sum(over).double()
     mean = mean.flatten().double()
@@ -199,7 +198,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and bias."""
         x, weight, mean, variance, count = ctx.saved_tensors
-        wide, over = at_least_fp32(x.dtype), _all_but_channels(x)
+        wide, over = _at_least_fp32(x.dtype), _all_but_channels(x)
         gradient = gradient.to(wide)
         normal = _affine(x.to(wide), mean, variance, None, None, ctx.eps)
         sums = torch.cat((gradient.sum(over), (gradient * normal).sum(over))).double()
@@ -227,7 +226,7 @@ def _affine(
     eps: float,
 ) -> Tensor:
     """Apply torch's batch norm with a given mean and variance."""
-    wide = at_least_fp32(x.dtype)
+    wide = _at_least_fp32(x.dtype)
     return functional.batch_norm(
         x,
         mean.to(wide),
@@ -244,3 +243,8 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return fp32 for fp16 and bf16, which lose small changes of large numbers; else the dtype."""
+    return torch.promote_types(dtype, torch.float32)
