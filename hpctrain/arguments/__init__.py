@@ -1,6 +1,6 @@
 """Training options: one table defines both the command line and the keyword arguments.
 
-parser = hpctrain.options()  # or options(recipe=True), with rates, schedules, data and the like
+parser = hpctrain.options()  # or options(recipe=True), with data and the like
 parser.add_argument("--width", type=int, default=64)
 session = hpctrain.Session(parser.parse_args())
 session = hpctrain.Session(backend="ddp", precision="bf16")

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -46,8 +45,6 @@ def named(given: Given) -> MutableMapping[str, Any]:
 COUNT = Number("a whole number from 1 on", "N", least=1)
 FROM_ZERO = Number("a whole number from 0 on", "N", least=0)
 positive = Number("a number above 0", above=0.0)
-not_negative = Number("a number from 0 on", above=math.nextafter(0.0, -1.0))
-fraction = Number("a number above 0 and below 1", above=0.0, below=1.0)
 seconds = Number(
     f"a number above 0, and at most {LONGEST_TIMEOUT:.0f} seconds",
     "S",
@@ -67,7 +64,7 @@ _MAY_DIFFER = {
 # An option is `common` if it concerns the start and the run of any script: ranks, precision,
 # batches, length, seed, run directory, checkpoints, log, time limits. So `--help` has two screens.
 # The others are for `hpctrain.options(recipe=True)`: what many scripts do themselves, with options
-# of their own of these names (data, rates, decay, averages), and what few people change.
+# of their own of these names (data), and what few people change.
 @dataclass(frozen=True, slots=True)
 class Options:
     """Training options. Each field is a command-line option and a keyword argument of `Session`."""
@@ -176,43 +173,9 @@ class Options:
     workers: int | str = common(
         0, "loader processes per rank; auto: one less than the cores of a rank", workers
     )
-    lr: float = option(1e-3, "learning rate", positive)
-    lr_scaling: str = option(
-        "none",
-        "scaling rule of the learning rate with global batch / --lr-reference-batch",
-        choices=("none", "linear", "sqrt"),
-    )
-    lr_reference_batch: int = option(256, "global batch that --lr is meant for", COUNT)
-    lr_warmup_epochs: float = option(
-        0.0, "warm-up epochs, in which the learning rate grows", not_negative
-    )
-    lr_warmup_steps: int = option(0, "warm-up steps, in place of --lr-warmup-epochs", FROM_ZERO)
-    lr_schedule: str = option(
-        "constant",
-        "learning-rate schedule after warm-up",
-        choices=("constant", "cosine", "step", "polynomial"),
-    )
-    lr_step_epochs: int = option(30, "epochs between two steps of --lr-schedule step", COUNT)
-    lr_step_factor: float = option(
-        0.1, "factor of the learning rate at each step of --lr-schedule step", fraction
-    )
-    lr_power: float = option(2.0, "exponent of --lr-schedule polynomial", positive)
-    lr_min: float = option(
-        0.0,
-        "least learning rate of --lr-schedule cosine and polynomial, reached at the end",
-        not_negative,
-    )
-    decay: str = option(
-        "all",
-        "parameters with weight decay: all, or only weights, without norms and biases",
-        choices=("all", "weights"),
-    )
     clip_norm: float | None = option(None, "maximum norm of the gradients", positive)
     clip_value: float | None = option(
         None, "maximum absolute value of each gradient element", positive
-    )
-    ema: float | None = option(
-        None, "decay of the moving average of the weights (default: no average)", fraction
     )
     sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks")
     activation_checkpointing: bool = option(
@@ -299,8 +262,7 @@ class Options:
         An option that is not there has its default. Names of no option are left to the script.
 
         Raises:
-            UsageError: a keyword is not an option, the option does not accept its value, or the
-                options of the learning rate contradict each other or the end of the training.
+            UsageError: a keyword is not an option, or the option does not accept its value.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in keywords:
@@ -319,50 +281,7 @@ class Options:
         }
         for name, value in values.items():
             check(fields[name], value)
-        opts = cls(**values)
-        opts._check_rates()
-        return opts
-
-    def _check_rates(self) -> None:
-        """Check the learning rate here, before the run has a directory.
-
-        The schedule also compares epochs with steps, once it knows the length of an epoch.
-        """
-        for unit, warmup, limit, end in (
-            ("epochs", self.lr_warmup_epochs, "--epochs", self.epochs),
-            ("steps", self.lr_warmup_steps, "--max-steps", self.max_steps),
-        ):
-            if end is not None and warmup >= end:
-                raise UsageError(
-                    "HT411",
-                    f"--lr-warmup-{unit} {warmup:g} with {limit} {end}",
-                    "a warm-up that is shorter than the training",
-                    f"--lr-warmup-{unit} 0",
-                    f"a larger {limit}",
-                )
-        if self.lr_warmup_epochs and self.lr_warmup_steps:
-            raise UsageError(
-                "HT411",
-                f"--lr-warmup-epochs {self.lr_warmup_epochs:g} and "
-                f"--lr-warmup-steps {self.lr_warmup_steps}",
-                "one length of the warm-up",
-                "--lr-warmup-epochs 0",
-                "--lr-warmup-steps 0",
-            )
-        if self.lr_min and self.lr_schedule == "step":
-            raise UsageError(
-                "HT406",
-                f"--lr-min {self.lr_min:g} with --lr-schedule step",
-                "a schedule that ends at the least rate",
-                "--lr-schedule cosine",
-                "--lr-schedule polynomial",
-                "--lr-min 0",
-            )
-
-    @property
-    def sets_rates(self) -> bool:
-        """Whether the options set the learning rate of each step."""
-        return bool(self.lr_schedule != "constant" or self.lr_warmup_epochs or self.lr_warmup_steps)
+        return cls(**values)
 
     def of_backend(self, name: str) -> dict[str, Any]:
         """Return the options of one backend, by name without the backend's prefix.

@@ -39,9 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "loss",
     )
     parser.add_argument(
-        "--ema", action="store_true", help="write the averages of --ema in place of the weights"
-    )
-    parser.add_argument(
         "--dcp",
         action="store_true",
         help="write a folder of torch.distributed.checkpoint in place of safetensors",
@@ -61,7 +58,6 @@ def _main(arguments: argparse.Namespace) -> int:
         arguments.target,
         step=arguments.step,
         best=arguments.best,
-        ema=arguments.ema,
         as_dcp=arguments.dcp,
         file_bytes=max(1, int(arguments.file_gb * 1e9)),
     )

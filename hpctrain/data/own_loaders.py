@@ -54,8 +54,7 @@ def check_own(loader: Any, options: Options, batches: Batches, parts: int) -> No
             "DataLoader(dataset, session.batches.batch_size, …)",
             "--batch-size N (if the data set gives whole batches)",
         )
-    matters = size_given or options.lr_scaling != "none"
-    if matters and isinstance(size, int) and size != batches.batch_size:
+    if size_given and isinstance(size, int) and size != batches.batch_size:
         raise UsageError(
             "HT509",
             f"a DataLoader with batches of {size}, but a session with micro-batches of "

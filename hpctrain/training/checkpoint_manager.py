@@ -155,22 +155,21 @@ class CheckpointManager:
         refuse_nonfinite(context, position.step)
         if to_disk:
             self._settle()
-        with nullcontext() if context.ema is None else context.ema.original():
-            self._replicas.compare(position.step)
-            state = gather(context, self._others, position, log, self._memory is not None)
-            own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
-            facts = {**self._facts, **own}
-            if self._memory is not None:
-                own_part = held(context, state)[0] if context.backend.sharded else state
-                copy = partial(self._memory.save, position.step, own_part, facts)
-                on_all_ranks(context.backend, copy)
-            if to_disk:
-                parts, extents = held(context, state)
-                prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
-                self._writer.start(on_all_ranks(context.backend, prepare))
-                self.saved = position
-                self._taken[position.step] = position
-                self._since = time.monotonic()
+        self._replicas.compare(position.step)
+        state = gather(context, self._others, position, log, self._memory is not None)
+        own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
+        facts = {**self._facts, **own}
+        if self._memory is not None:
+            own_part = held(context, state)[0] if context.backend.sharded else state
+            copy = partial(self._memory.save, position.step, own_part, facts)
+            on_all_ranks(context.backend, copy)
+        if to_disk:
+            parts, extents = held(context, state)
+            prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
+            self._writer.start(on_all_ranks(context.backend, prepare))
+            self.saved = position
+            self._taken[position.step] = position
+            self._since = time.monotonic()
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is written; called by all ranks.

@@ -19,7 +19,6 @@ from hpctrain.data.own_loaders import batch_size
 from hpctrain.data.shared import share
 from hpctrain.data.shared_order import Shared, Sharing
 from hpctrain.data.shared_stream import SharedStream
-from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
@@ -63,7 +62,6 @@ class Context:
         datasets: data sets of the loaders, in the order in which the loaders were created.
         adopted: whether the batch size is that of a prepared loader.
         stream: loader of the script that the run is in, if its state may be in the checkpoint.
-        ema: moving average of the prepared models' weights; None without `--ema`.
         weight: weight of the current micro-batch in its step; 1 if all have the same number of
             samples.
         in_body: whether the loop is processing a batch of a run.
@@ -92,7 +90,6 @@ class Context:
     datasets: list[Dataset[Any]] = field(default_factory=list)
     adopted: bool = False
     stream: SharedStream | None = None
-    ema: EMA | None = None
     weight: float = 1.0
     in_body: bool = False
     stepped: bool = False

@@ -211,7 +211,7 @@ class Gradients:
             self._backend.sync_gradients()  # after the script's own loss.backward()
 
     def end_step(self) -> None:
-        """Update the loss scale and the average of the weights.
+        """Update the loss scale.
 
         Several optimizers can use the gradients of one backward pass, with one loss scale. So this
         is called before the next pass, or at the end of the micro-batch.
@@ -221,8 +221,6 @@ class Gradients:
             if self._unscaled:
                 self._unscaled.clear()
             self._precision.update()
-            if self._context.ema is not None:
-                self._context.ema.update()
 
     def end_micro_batch(self, stepped: bool) -> None:
         """Begin the next micro-batch.

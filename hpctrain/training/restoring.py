@@ -22,6 +22,8 @@ from hpctrain.training.state import Position
 
 __all__ = ["Restored", "restore"]
 
+_PARTS = {"model", "optimizer", "precision", "state", "position", "ranks"}
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -78,8 +80,7 @@ def restore(
     rates = _rates(context)
     states, later = _split_groups(context, position, state["optimizer"])
     _fill("optimizer", context.optimizers, states)
-    course = context.options.sets_rates or any(map(scheduled, context.optimizers))
-    if rates != _rates(context) and not course:
+    if rates != _rates(context) and not any(map(scheduled, context.optimizers)):
         logger.warning(
             "the learning rate is that of the checkpoint, %s, not that of this start, %s",
             _rates(context),
@@ -93,11 +94,6 @@ def restore(
             position["precision"],
         )
     context.precision.load_state_dict(state["precision"])
-    if context.ema is not None and "ema" in state:
-        context.ema.load_state_dict(state["ema"])
-    elif context.ema is not None:
-        logger.warning("the checkpoint has no average of the weights; it starts anew from them")
-        context.ema.restart()
     ranks = [rank.get("values", {}) for rank in state["ranks"]]
     values = plain_state.of_rank(others, ranks, context.world.rank, context.world.world_size)
     for name, thing in others.items():
@@ -246,7 +242,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
             raise UsageError(
                 "HT621",
                 f"the checkpoint's {kind} does not fit that of the script: {error}",
-                "the same script, and the same --decay",
+                "the same script, with the same groups of parameters",
                 "--run-dir DIR for another directory",
             ) from None
 
@@ -295,7 +291,7 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
         try:
             if step not in found:
                 raise CheckpointError("HT707", f"no step {step} in {directory.checkpoints} here")
-            opened = checkpoint.open_checkpoint(found[step], step, run=run)
+            opened = checkpoint.open_checkpoint(found[step], step, _PARTS, run=run)
             sharded_state.divide(context, opened.state)
             state = opened.read()
         except CheckpointError as error:
@@ -306,11 +302,45 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
         seen = backend.gather_object(damage)
         first = on_rank_zero(backend, lambda: next(filter(None, seen), None))  # noqa: B023
         if first is None and state is not None:
+            _ignore(context, directory, step, state, "ema.pt" in opened.manifest["files"])
             return step, state
         logger.error("%s; trying the previous one", first)
     if steps:
         on_rank_zero(backend, lambda: checkpoint.refuse_damaged(directory, len(steps)))
     return None
+
+
+def _ignore(
+    context: Context, directory: RunDirectory, step: int, state: Mapping[str, Any], averaged: bool
+) -> None:
+    """Name in the log what only earlier versions kept, and remove its learning rates.
+
+    Args:
+        context: context of the training.
+        directory: run directory.
+        step: step of the checkpoint.
+        state: its state, changed in place.
+        averaged: whether the checkpoint has a moving average of the weights.
+    """
+    ignored = ["moving average (session.ema)"] if averaged else []
+    if on_rank_zero(context.backend, lambda: _had_schedule(directory, step)):
+        ignored.append("learning rates of --lr-schedule")
+        for optimizer, saved in zip(context.optimizers, state["optimizer"], strict=False):
+            for number, group in enumerate(saved["param_groups"]):
+                own = {"lr": group.pop("initial_lr", group["lr"])}
+                if number < len(optimizer.param_groups):
+                    own = optimizer.param_groups[number]
+                group.update({name: own[name] for name in ("lr", "initial_lr") if name in own})
+    if ignored:
+        logger.info("checkpoint %s: ignored: %s", directory.checkpoint(step), ", ".join(ignored))
+
+
+def _had_schedule(directory: RunDirectory, step: int) -> bool:
+    """Return whether the start that wrote a checkpoint had options for a schedule."""
+    starts = [line for line in directory.lines(directory.starts) if line.get("step", 0) < step]
+    options = (starts[-1].get("options") or {}) if starts else {}
+    warmup = options.get("lr_warmup_epochs") or options.get("lr_warmup_steps")
+    return bool(warmup) or options.get("lr_schedule", "constant") != "constant"
 
 
 def _refuse_unlike(directory: RunDirectory, unlike: Sequence[bool], steps: Sequence[int]) -> None:

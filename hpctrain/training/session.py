@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,6 @@ from hpctrain.data.feed import Placement
 from hpctrain.data.loader import check_arguments
 from hpctrain.data.shared_order import Shared
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
-from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
@@ -198,9 +197,9 @@ class Session(Collectives):
         A later call adds further objects: another model, or an optimizer that replaces one with the
         same parameters. All ranks start with the weights of rank 0 and the state of its optimizers.
         A model keeps its attributes, `state_dict()` and parameter names. An optimizer keeps working
-        on its parameters, so it can be created before or after its model is prepared. Options that
-        change models: `--sync-batchnorm`, `--channels-last`, `--compile`. Options that change
-        optimizers: `--decay`, `--lr-scaling`.
+        on its parameters, so it can be created before or after its model is prepared. Its
+        learning rates and groups stay as they are. Options that change models:
+        `--sync-batchnorm`, `--channels-last`, `--compile`.
 
         A DataLoader is shared by the ranks: `run.batches` trains with it as with one that was not
         prepared, and any other iteration is an evaluation, which uses each sample once, over all
@@ -217,8 +216,8 @@ class Session(Collectives):
 
         Raises:
             UsageError: an object is none of these; a model does not fit the file of `--init-from`;
-                an optimizer has parameters of no prepared model, or a scheduler that has already
-                read values which an option changes; or another rank does something else.
+                an optimizer has parameters of no prepared model; or another rank does something
+                else.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
@@ -248,8 +247,6 @@ class Session(Collectives):
             if isinstance(thing, Optimizer) and thing not in context.optimizers:
                 prepare_optimizer(thing, context)
                 self._gradients.adopt(thing)
-        if self.options.ema is not None:
-            context.ema = EMA(models, self.options.ema, source=self.precision.master)
         self._gradients.watch()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -435,19 +432,6 @@ class Session(Collectives):
             UsageError: an object of `state` cannot be filled in place, such as a number.
         """
         return Run(self._context, self._gradients, state or {}, name)
-
-    def averaged_weights(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which the prepared models have the weights of `--ema`.
-
-        Use it for evaluation. Without `--ema` the models keep their weights.
-        """
-        self._gradients.end_step()  # inside of a step of the run
-        return nullcontext() if self.ema is None else self.ema.swapped()
-
-    @property
-    def ema(self) -> EMA | None:
-        """Moving average of the prepared models' weights, or None without `--ema`."""
-        return self._context.ema
 
     @property
     def weight(self) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from hpctrain import optim
 from hpctrain.cluster import env_vars
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
@@ -27,7 +26,7 @@ from hpctrain.process.phases import (
 )
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder
-from hpctrain.training import epoch_batches, prepare_optimizer, schedulers
+from hpctrain.training import epoch_batches, schedulers
 from hpctrain.training.agreement import Agreement
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import meet
@@ -93,7 +92,6 @@ class Run:
         self._epochs: int | None = None
         limit = context.options.max_steps
         self._most_steps = sys.maxsize if limit is None else limit
-        self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches since the last step
         self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
         self._compared = False  # whether the ranks have compared their data sets
@@ -298,7 +296,6 @@ class Run:
         iterator, length = epoch_batches.begin(
             loader, context, self.epoch, self._batches, state, self._monitor.see_samples
         )
-        self._plan(length)
         self._put_back_random()
         self._monitor.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
@@ -311,8 +308,6 @@ class Run:
                 if batch is _END:
                     return
                 phase(COMPUTING)
-                if self._index == 0 and self._schedule is not None:
-                    optim.apply(context.optimizers, self._schedule, self.step)
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     number = seeds.derive("step", options.seed, self.step, micro_batch)
@@ -548,14 +543,6 @@ class Run:
         if random is not None:
             random_states.put_back(random, self._context.device)
 
-    def _plan(self, length: int | None) -> None:
-        """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
-        schedule = prepare_optimizer.plan_schedule(self._context.options, length, self._epochs)
-        if schedule is not None and schedule != self._schedule:
-            prepare_optimizer.check_schedule(schedule, self._context.optimizers)
-            self._schedule = schedule
-            logger.info("learning rate: %s", schedule.describe())
-
     def _end_row(self) -> None:
         context, tail = self._context, self._monitor.lap(self.step)
         if context.optimizers:
@@ -628,7 +615,6 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             **self._monitor.facts(),
-            "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
 
 
