@@ -1,7 +1,13 @@
-"""ResNet on CIFAR-10, from the original files of its Python version."""
+"""ResNet on CIFAR-10, from the original files of its Python version.
+
+The defaults are those of a published training of ResNet-18 with a global batch of 128, whose top-1
+is 95.28 (mean of 5 runs; without cutout): arXiv 1708.04552, table 1, and train.py in
+https://github.com/uoguelph-mlrg/Cutout.
+"""
 
 import pickle
 import sys
+from argparse import BooleanOptionalAction
 from pathlib import Path
 
 import numpy
@@ -26,15 +32,22 @@ TRAIN, TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
 
 
 def options():
-    parser = hpctrain.options(recipe=True, description=__doc__)
-    parser.set_defaults(data="data/cifar10", lr=0.1)
+    parser = hpctrain.options(description=__doc__.splitlines()[0])
     group = parser.add_argument_group("options of this example")
+    text = "folder of cifar-10-batches-py (%(default)s)"
+    group.add_argument("--data", default="data/cifar10", metavar="FOLDER", help=text)
+    group.add_argument("--download", action="store_true", help="download the data if missing")
+    group.add_argument("--lr", type=float, default=0.1, metavar="X", help="(%(default)s)")
+    text = "epochs after which the learning rate is a fifth (60 120 160)"
+    group.add_argument(
+        "--lr-steps", type=int, nargs="*", default=[60, 120, 160], metavar="N", help=text
+    )
     names = ("resnet18", "resnet34", "resnet50")
     group.add_argument("--model", default=names[0], choices=names, help="(%(default)s)")
     group.add_argument(
         "--weight-decay", type=float, default=5e-4, metavar="X", help="(%(default)s)"
     )
-    group.add_argument("--nesterov", action="store_true", help="use Nesterov momentum")
+    group.add_argument("--nesterov", action=BooleanOptionalAction, default=True, help="(on)")
     return parser
 
 
@@ -120,7 +133,7 @@ def resnet(name):
 def evaluate(session, model, loader):
     scores = session.classification(10)
     model.eval()
-    with torch.no_grad(), session.autocast(), session.averaged_weights():
+    with torch.no_grad(), session.autocast():
         for images, targets in loader:
             scores.update(model(images), targets)
     model.train()
@@ -151,12 +164,17 @@ def main():
             fused=session.device.type == "cuda",
         )
         model, optimizer = session.prepare(model, optimizer)
-        with session.run() as run:
-            for _ in run.epochs(30):
+        length = len(train_loader) // session.batches.accumulate  # steps of an epoch
+        ends = [epochs * length for epochs in args.lr_steps]
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, ends, 0.2)
+        with session.run(state={"schedule": schedule}) as run:
+            for _ in run.epochs(200):
                 for images, targets in run.batches(train_loader):
                     with session.autocast():
                         loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
+                    if session.sync_gradients:  # not between the micro-batches of a step
+                        schedule.step()
                     run.log(loss=loss)
                 run.log(**evaluate(session, model, test_loader).metrics())
 

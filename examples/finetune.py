@@ -16,9 +16,9 @@ from hpctrain.data import load
 
 
 def options():
-    parser = hpctrain.options(recipe=True, description=__doc__.splitlines()[0])
-    parser.set_defaults(lr=0.02)
+    parser = hpctrain.options(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("options of this example").add_argument
+    add("--lr", type=float, default=0.02, metavar="X", help="rate of the head (%(default)s)")
     add(
         "--unfreeze-epoch", type=int, default=1, metavar="N", help="train all from it (%(default)s)"
     )
@@ -35,7 +35,7 @@ def enlarge(batch):
 
 def evaluate(session, model, loader, classes):
     scores = session.classification(classes)
-    with torch.no_grad(), session.autocast(), session.averaged_weights():
+    with torch.no_grad(), session.autocast():
         for images, targets in loader:
             scores.update(model(images), targets)
     return scores.compute()
@@ -44,7 +44,7 @@ def evaluate(session, model, loader, classes):
 def main():
     args = options().parse_args()
     with hpctrain.Session(args) as session:
-        train_set, test_set = load(args.data, args.download)
+        train_set, test_set = load("digits")
         train_loader = session.loader(train_set, on_device=enlarge)
         test_loader = session.loader(test_set, train=False, on_device=enlarge)
 

@@ -36,7 +36,11 @@ def evaluate(session, model, loader):
 
 
 def main():
-    args = hpctrain.options(recipe=True, description=__doc__).parse_args()
+    parser = hpctrain.options(description=__doc__)
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--download", action="store_true")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    args = parser.parse_args()
     with hpctrain.Session(args) as session:
         train_set, test_set = load(args.data, args.download)
         train_loader = session.loader(train_set)

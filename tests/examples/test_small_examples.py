@@ -26,7 +26,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 
 # Small steps, of which some are in a second epoch: 1,437 digits are 5 steps of 240.
 OPTIONS = {
     "language_model": (
-        *("--data", "text.txt", "--context", "8", "--lr-warmup-steps", "3", "--eval-every", "3"),
+        *("--data", "text.txt", "--context", "8", "--warmup", "3", "--eval-every", "3"),
         *("--global-batch", "24", "--batch-size", "4", "--max-steps", "8", "--log-every", "1"),
     ),
     "gan": ("--global-batch", "240", "--max-steps", "7", "--log-every", "1"),

@@ -43,8 +43,7 @@ def train(name, run, *options, precision="fp64"):
 def weights(run):
     """Return the weights and their averages in the newest checkpoint of a run."""
     _, state = load_newest(RunDirectory(run))
-    averages = state["ema"]["averages"][0] if "ema" in state else {}
-    return state["model"][0] | {f"average of {name}": value for name, value in averages.items()}
+    return state["model"][0] | state["state"].get("average", {})
 
 
 @pytest.fixture(autouse=True)
