@@ -21,7 +21,7 @@ sys.path.insert(0, str(TOP / "tests" / "support"))
 
 IMAGES = TOP / "docs" / "images"
 COMMAND = (
-    "hpctrain run --nproc-per-node 2 examples/mnist.py --lr 0.003 --lr-schedule cosine --epochs 5"
+    "hpctrain run --nproc-per-node 2 examples/mnist.py --lr 0.003 --epochs 5"
 )
 COLUMNS, LINES = 120, 40
 WIDTH = 1280  # of the report, in pixels; it ends below the first figures

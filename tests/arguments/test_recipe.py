@@ -32,7 +32,7 @@ def make_parser():
 RECIPE = """
 about = "Of the paper."
 global_batch = 256
-lr = 1
+timeout = 1
 workers = "auto"
 deterministic = true
 resume = false
@@ -45,9 +45,9 @@ secret = "open"
 def test_recipe_overrides_defaults_and_not_the_command_line(write):
     recipe = write(RECIPE)
     parser = make_parser()
-    parser.set_defaults(lr=0.5, seed=7)
+    parser.set_defaults(timeout=5.0, seed=7)
     read = parser.parse_args(["--global-batch", "64", "--recipe", recipe])
-    assert (read.global_batch, read.lr, read.workers) == (64, 1.0, "auto")
+    assert (read.global_batch, read.timeout, read.workers) == (64, 1.0, "auto")
     assert (read.deterministic, read.resume, read.seed) == (True, False, 7)
     assert (read.model, read.sizes, read.secret) == ("resnet18", [3, 4], "open")
     assert read.recipe == recipe
@@ -59,7 +59,7 @@ def test_recipe_leaves_the_argument_parser_as_it_was(write):
     read, rest = parser.parse_known_args([f"--recipe={write(RECIPE)}", "--other", "1"])
     assert (read.model, rest) == ("resnet18", ["--other", "1"])
     read = parser.parse_args(["--secret", "x"])
-    assert (read.model, read.lr, read.sizes) == ("resnet50", Options().lr, [1, 2])
+    assert (read.model, read.timeout, read.sizes) == ("resnet50", Options().timeout, [1, 2])
     assert not hasattr(read, "recipe")
     with pytest.raises(SystemExit):
         parser.parse_args([])
@@ -81,22 +81,22 @@ def test_help_shows_recipe_values(write, capsys):
         ("global-batch = 256", "global-batch is no option of train.py; did you mean global_batch?"),
         ("zzz = 1", "zzz is no option of train.py\n"),
         ("recipe = 'other.toml'", "recipe is no option"),
-        ("[training]\nlr = 0.1", "training is no option"),
-        ("lr = {x = 1}", "lr: {'x': 1} is not a number or text"),
+        ("[training]\ntimeout = 0.1", "training is no option"),
+        ("timeout = {x = 1}", "timeout: {'x': 1} is not a number or text"),
         ("global_batch = 0", "global_batch: 0 is not a whole number from 1 on"),
         ("global_batch = 2.5", "global_batch: 2.5 is not a whole number from 1 on"),
         ("global_batch = true", "global_batch: True is not a number or text"),
         ("precision = 'bf61'", "precision: invalid choice: 'bf61' (choose from "),
         ("deterministic = 1", "deterministic: 1 is not true or false"),
         ("resume = 'no'", "resume: 'no' is not true or false"),
-        ("lr = [0.1]", "lr: [0.1] is not a single value"),
+        ("timeout = [0.1]", "timeout: [0.1] is not a single value"),
         ("sizes = 3", "sizes: 3 is not a list"),
         ("sizes = [3]", "sizes: expected 2 arguments"),
         ("sizes = [3, 4, 5]", "sizes: [3, 4, 5] is too long"),
-        ("lr = ", "no TOML file: "),
-        ("lr = 1\nlr = 2", "no TOML file: "),
-        ("lr = " + "9" * 5000, "no TOML file: "),
-        ("lr = " + "[" * 5000, "no TOML file: "),
+        ("timeout = ", "no TOML file: "),
+        ("timeout = 1\ntimeout = 2", "no TOML file: "),
+        ("timeout = " + "9" * 5000, "no TOML file: "),
+        ("timeout = " + "[" * 5000, "no TOML file: "),
     ],
 )
 def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, message):
@@ -116,9 +116,9 @@ def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, message):
 def test_recipe_for_a_script_that_lacks_its_options_names_the_fix(write, capsys):
     parser = options(prog="train.py")
     with pytest.raises(SystemExit):
-        parser.parse_args(["--recipe", write("epochs = 3\nlr_schedule = 'cosine'")])
+        parser.parse_args(["--recipe", write("epochs = 3\nclip_norm = 1")])
     error = capsys.readouterr().err.splitlines()[0]
-    assert error.endswith("of train.py; hpctrain.options(recipe=True) has lr_schedule")
+    assert error.endswith("of train.py; hpctrain.options(recipe=True) has clip_norm")
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,12 @@ def run(tmp_path):
     torch.manual_seed(0)
     for step, top1 in ((1, 0.2), (2, 0.9), (3, 0.4)):
         model = Tied()
-        average = {"first.weight": model.first.weight.detach() + 100}
-        state = {"model": [model.state_dict()], "ema": {"averages": [average]}}
-        save(run, step, state, {"metrics": {"top1": top1, "eval_loss": 1 - top1}})
+        save(
+            run,
+            step,
+            {"model": [model.state_dict()]},
+            {"metrics": {"top1": top1, "eval_loss": 1 - top1}},
+        )
         run.models = [*getattr(run, "models", []), model]
     run.identity.write_text(json.dumps({"name": "digits"}))
     return run
@@ -90,10 +93,6 @@ def test_export_command(run, tmp_path, capsys, options, step):
     assert capsys.readouterr().out == f"{target}: the weights of step {step}\n"
     weight = run.models[step - 1].first.weight
     assert torch.equal(load_file(target)["first.weight"], weight)
-    assert main(["export", str(run.path), str(target), *options, "--ema"]) == 0
-    loaded = load_file(target)
-    assert torch.equal(loaded["first.weight"], weight + 100)
-    assert torch.equal(loaded["first.bias"], run.models[step - 1].first.bias)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
 
 
@@ -107,10 +106,6 @@ def test_export_of_several_models(tmp_path):
     assert sorted(loaded) == ["model0.bias", "model0.weight", "model1.bias", "model1.weight"]
     assert torch.equal(loaded["model1.bias"], models[1]["bias"])
     assert metadata(target)["run"] == "run"
-    with pytest.raises(UsageError, match="no averages") as caught:
-        export(run, target, ema=True)
-    assert caught.value.fixes == ("leave out --ema",)
-    assert caught.value.code == "HT710"
 
 
 class Backbone(nn.Module):
@@ -150,15 +145,6 @@ def test_checkpoint_and_export_name_what_was_frozen(tmp_path, capsys):
     assert main(["export", str(run.path), str(target), "--step", "1"]) == 0
     assert "frozen" not in capsys.readouterr().out
     assert "frozen" not in metadata(target)
-
-
-def test_export_of_averages_has_those_of_shared_weights(run, tmp_path):
-    """The averages have one name of a shared weight."""
-    export(run, tmp_path / "out.safetensors", ema=True)
-    model = Tied()
-    load_model(model, str(tmp_path / "out.safetensors"))
-    for layer in (model.first, model.second):
-        assert torch.equal(layer.weight, run.models[2].first.weight + 100)
 
 
 def test_export_to_several_files(run, tmp_path, capsys):

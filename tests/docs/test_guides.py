@@ -58,7 +58,9 @@ def parser_of_program(name):
     An example is run up to its command line.
     """
     if name in SCRIPTS:
-        return hpctrain.options(recipe=True)
+        parser = hpctrain.options(recipe=True)
+        parser.add_argument("--lr", type=float)
+        return parser
     if not EXAMPLE.fullmatch(name):
         return parser_of([name])
 

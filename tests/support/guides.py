@@ -63,12 +63,14 @@ import torch
 
 import hpctrain
 
-args = hpctrain.options(recipe=True).parse_args()
+parser = hpctrain.options(recipe=True)
+parser.add_argument("--lr", type=float, default=0.01)
+args = parser.parse_args()
 with hpctrain.Session(args) as session:
     samples = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     loader = session.loader(torch.utils.data.TensorDataset(samples, samples.sum(1, keepdim=True)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     model, optimizer = session.prepare(model, optimizer)
     with session.run() as run:
         for _ in run.epochs(2):

@@ -43,7 +43,8 @@ def train(dataset, orders, lr=5e-3, layer_decay=0.75, ema=0.9):
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     averages = {}
-    for step, indices in enumerate(indices for order in orders for indices in order):
+    steps = [indices for order in orders for indices in order]
+    for indices in steps:
         samples = [dataset[index] for index in indices]
         images = torch.stack([image for image, _ in samples]).double()
         targets = torch.tensor([int(target) for _, target in samples])
@@ -54,4 +55,4 @@ def train(dataset, orders, lr=5e-3, layer_decay=0.75, ema=0.9):
         for name, parameter in model.named_parameters():
             average = averages.setdefault(f"module.{name}", parameter.detach().clone())
             average.lerp_(parameter.detach(), 1 - ema)
-    return model.state_dict() | averages | {"n_averaged": torch.tensor(step + 1)}
+    return model.state_dict() | averages | {"n_averaged": torch.tensor(len(steps))}

@@ -7,10 +7,10 @@ from typing import assert_type
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
-from hpctrain.optim import EMA
 
 Sample = tuple[Tensor, Tensor]
 
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace) -> float:
         assert_type(loader, DataLoader[Sample])
         found = session.prepare(model, optimizer, loader, split_batches=True)
         assert_type(found, tuple[Net, SGD, DataLoader[Sample]])
-        with session.run(state={"average": EMA([model], 0.9)}) as run:
+        with session.run(state={"schedule": StepLR(optimizer, 2)}) as run:
             for epoch in run.epochs(2):
                 for inputs, targets in run.batches(loader):
                     with session.autocast():
