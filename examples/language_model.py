@@ -93,7 +93,7 @@ def rate(step, warmup, steps, end):
     """Return the factor of the learning rate: up in a line, then down to `end` in half a cosine."""
     if step < warmup:
         return (step + 1) / warmup
-    part = min(1.0, (step - warmup) / (steps - warmup))
+    part = min(1.0, (step - warmup) / max(1, steps - warmup))
     return end + (1 - end) * (1 + math.cos(math.pi * part)) / 2
 
 

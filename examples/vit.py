@@ -54,7 +54,8 @@ def rate(step, warmup, steps):
     """Return the factor of the learning rates: up in a line, then down to 0 in half a cosine."""
     if step < warmup:
         return (step + 1) / warmup
-    return (1 + math.cos(math.pi * min(1.0, (step - warmup) / (steps - warmup)))) / 2
+    part = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return (1 + math.cos(math.pi * part)) / 2
 
 
 def evaluate(session, model, loader, classes):
@@ -75,13 +76,14 @@ def main():
         test_loader = session.loader(test_set, train=False)
         model, optimizer = build(args, train_set)
         average = AveragedModel(model, session.device, multi_avg_fn=get_ema_multi_avg_fn(args.ema))
-        model, optimizer = session.prepare(model, optimizer)
+        average.requires_grad_(False)
+        model, average, optimizer = session.prepare(model, average, optimizer)
         epochs = args.epochs or 5
         length = len(train_loader) // session.batches.accumulate  # steps of an epoch
         sizes = {"warmup": round(args.warmup * length), "steps": epochs * length}
         schedule = LambdaLR(optimizer, partial(rate, **sizes))
 
-        with session.run(state={"average": average, "schedule": schedule}) as run:
+        with session.run(state={"schedule": schedule}) as run:
             for _ in run.epochs(epochs):
                 for images, targets in run.batches(train_loader):
                     with session.autocast():

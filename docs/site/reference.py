@@ -25,7 +25,6 @@ PUBLIC = {
     "hpctrain": "What scripts and notebooks import.",
     "hpctrain.errors": "Errors. [errors.md](../../errors.md) lists their codes.",
     "hpctrain.data": "Data sets, samplers and loaders. See [data.md](../../data.md).",
-    "hpctrain.optim": "Optimizers and schedules. See [training.md](../../training.md).",
     "hpctrain.jobs": "Jobs of Slurm. See [notebooks.md](../../notebooks.md).",
     "hpctrain.compat.apex.amp": "See [migrate.md](../../migrate.md).",
     "hpctrain.compat.apex.optimizers": "See [migrate.md](../../migrate.md).",

@@ -64,7 +64,7 @@ def test_sbatch_language_model_divides_a_gpt_among_three_hosts(cluster, checkout
     (checkout / "docs").symlink_to(launches.TOP / "docs")
     hosts = ("--gpus-per-node=0", "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1")
     small = ("--context", "32", "--width", "64", "--layers", "2", "--lr", "1e-2")
-    steps = ("--max-steps", "60", "--lr-warmup-steps", "10", "--eval-every", "30")
+    steps = ("--max-steps", "60", "--warmup", "10", "--eval-every", "30")
     job, code, log = submit(cluster, checkout, *hosts, "sbatch/language_model.sh", *small, *steps)
     assert code == 0, log
     run = checkout / "runs" / f"language_model-{job}"

@@ -85,22 +85,20 @@ def test_missing_torchvision_is_one_error_with_the_line_to_type(example, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10, monkeypatch):
-    """Check that the recipe's options arrive, and one evaluation: no accuracy."""
+def test_cifar10_takes_three_steps_on_made_up_images(tmp_path, cifar10, monkeypatch):
+    """Check the schedule's values, and one evaluation: no accuracy."""
     write_cifar10(tmp_path / "data")
-    more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
+    more = ["--lr-steps", "1", "--global-batch", "50", "--max-steps", "3", "--log-every", "1"]
     line = ["cifar10.py", "--data", tmp_path / "data", "--run-dir", tmp_path / "run", *more]
     monkeypatch.setattr("sys.argv", list(map(str, line)))
     cifar10.main()
     (row,) = (row for row in launches.rows(tmp_path / "run") if "eval_loss" in row)
-    assert row["step"] == 2
+    assert row["step"] == 3
     assert row["eval_loss"] > 0
     for name in ("top1", "top5"):
         assert abs(20 * row[name] - round(20 * row[name])) < 1e-9
-    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text())
-    assert (start["options"]["lr_step_epochs"], start["options"]["global_batch"]) == (60, 12)
-    assert start["own_options"]["recipe"].endswith("cifar10.toml")
-    assert start["own_options"]["nesterov"] is True
+    rates = [row["lr"] for row in launches.rows(tmp_path / "run") if "lr" in row]
+    assert (rates[0], rates[-1]) == pytest.approx((0.1, 0.02))  # a fifth after two steps
 
 
 SMALL = (

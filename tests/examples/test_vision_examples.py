@@ -43,7 +43,7 @@ def train(name, run, *options, precision="fp64"):
 def weights(run):
     """Return the weights and their averages in the newest checkpoint of a run."""
     _, state = load_newest(RunDirectory(run))
-    return state["model"][0] | state["state"].get("average", {})
+    return {name: value for model in state["model"] for name, value in model.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -183,7 +183,7 @@ def test_ranks_with_other_batch_norm_statistics_pass_the_check(options):
 
 def train_elastic(steps):
     return train(
-        elastic=True, max_steps=steps, ema=0.9, check_replicas_every=1, batch_size=2,
+        elastic=True, max_steps=steps, check_replicas_every=1, batch_size=2,
         global_batch=12, optimizer="Adam",
     )  # fmt: skip
 
@@ -230,7 +230,6 @@ class Alone:
             precision=SimpleNamespace(master=lambda parameter: parameter),
             models=[model],
             optimizers=[],
-            ema=None,
         )
         self.seconds = [0.0] * 10
         self.check = ReplicaCheck(context, self.seconds, 0, resumed=True)
