@@ -13,10 +13,10 @@ from hpctrain import rundir
 from hpctrain.cluster import slurm
 
 if TYPE_CHECKING:
-    from hpctrain.rundir.effective_time import EffectiveTime
     from hpctrain.rundir.used import Used
+    from hpctrain.rundir.effective_time import EffectiveTime
 
-__all__ = ["Progress", "end_of", "label_of", "losses", "progress", "recent_use", "run_of"]
+__all__ = ["Progress", "end_of", "label_of", "last_start", "progress", "run_of"]
 
 # Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
@@ -162,13 +162,18 @@ def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
 def _from_starts(runs: Path, label: str) -> Path | None:
     """Return the newest run that this job was the last to start."""
     files = sorted(runs.glob("*/starts.jsonl"), key=os.path.getmtime, reverse=True)
-    return next((one.parent for one in files[:_MOST_RUNS] if _last_start(one) == label), None)
+    return next((one.parent for one in files[:_MOST_RUNS] if _last_job(one.parent) == label), None)
 
 
-def _last_start(path: Path) -> str:
-    """Return the label of the last job in a starts.jsonl; empty for no job of Slurm."""
-    rows = _last_rows(path)
-    job = rows[-1].get("job") if rows else None
+def last_start(path: Path) -> dict[str, Any]:
+    """Return the newest line of the starts.jsonl of a run; empty if there is none."""
+    rows = _last_rows(path / "starts.jsonl")
+    return rows[-1] if rows else {}
+
+
+def _last_job(path: Path) -> str:
+    """Return the label of the job that was the last to start a run; empty for no job of Slurm."""
+    job = last_start(path).get("job")
     if not isinstance(job, dict):
         return ""
     task = job.get("array_task")
@@ -182,6 +187,6 @@ def label_of(path: Path) -> str:
     Empty if no job has run there.
     """
     if os.path.exists(path / "starts.jsonl"):
-        return _last_start(path / "starts.jsonl")
+        return _last_job(path)
     _, dash, label = path.name.rpartition("-")
     return label if dash and slurm.is_label(label) else ""

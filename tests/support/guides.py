@@ -33,7 +33,6 @@ NOT_HERE = {
     "hpctrain run --nodes 2 --node-rank": "one line for each host; "
     "tests/launch/test_manual_run_on_hosts.py types both",
     "hpctrain run train_with_lightning.py": "needs Lightning; tests/porting has its scripts",
-    "hpctrain on": "needs a login host; tests/jobs/test_over_ssh.py has one",
     "tail -f": "does not end",
     "hpctrain chaos": "takes 40 minutes; tests/tools/test_chaos.py has fewer faults",
     "touch runs/": "stops a run at work; the tests of stops make the file",
