@@ -20,7 +20,7 @@ COMMANDS = {
     "run": "start the ranks of a program, here or on all hosts of a job",
     "submit": "submit a job to Slurm",
     "status": "show your jobs, why they wait, and the progress of their runs",
-    "top": "show your jobs on a live screen, with keys to follow and to stop them",
+    "top": "show your jobs and runs on a live screen, with bars and ETA",
     "logs": "show the log of a job, or follow it to the end of the job",
     "cancel": "cancel jobs; their checkpoints are kept",
     "requeue": "start jobs again from their last checkpoints",

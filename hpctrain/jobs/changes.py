@@ -72,9 +72,7 @@ def _options(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} {old[name]} -> {new[name]}".strip()
 
 
-def _code(
-    before: Path, run: Path, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Iterator[str]:
+def _code(before: Path, run: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     commits = [str(start.get("commit") or "none") for start in (old, new)]
     store = run.parent / frozen_code.STORE.name
     trees = [

@@ -61,7 +61,7 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
 
 
 def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
-    """Return lines about a job that need more space than a row: cause, time, changes, log, commands.
+    """Return lines about a job that need more space than a row, such as cause, time and log.
 
     Args:
         status: status of the job.

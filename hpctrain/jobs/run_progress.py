@@ -13,7 +13,6 @@ from hpctrain import rundir
 from hpctrain.cluster import slurm
 
 if TYPE_CHECKING:
-    from hpctrain.rundir.used import Used
     from hpctrain.rundir.effective_time import EffectiveTime
 
 __all__ = ["Progress", "end_of", "label_of", "last_start", "progress", "run_of"]
@@ -33,6 +32,8 @@ class Progress:
     Attributes:
         status: done, stopped, failed or given-up; empty if the run has not ended.
         step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
+        end, left: steps of the whole run, and estimated seconds to its end, while it trains; None
+            if they are unknown.
         reason: why the run ended, if that is recorded.
         effective: where the time of the run went; None if that is not recorded.
     """
@@ -42,6 +43,8 @@ class Progress:
     epoch: int | None = None
     loss: float | None = None
     speed: float | None = None
+    end: int | None = None
+    left: float | None = None
     reason: str = ""
     effective: "EffectiveTime | None" = None
 
@@ -56,29 +59,18 @@ def progress(path: Path) -> Progress | None:
     newest: dict[str, Any] = {}
     for row in _last_rows(directory.metrics):
         newest |= row
+    last = rundir.json_object(end_of(directory.last_step))
     return Progress(
         _text(summary.get("status")),
         _number(summary.get("step", newest.get("step")), int),
         _number(newest.get("epoch"), int),
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
+        _number(last.get("end"), int),
+        _number(last.get("left"), float),
         _text(summary.get("reason")),
         _effective(directory),
     )
-
-
-def losses(path: Path) -> list[float]:
-    """Return the losses at the end of a run's metrics, some hundred at most."""
-    rows = _last_rows(rundir.RunDirectory(path).metrics)
-    found = (_number(row.get("loss"), float) for row in rows)
-    return [loss for loss in found if loss is not None]
-
-
-def recent_use(path: Path) -> "Used | None":
-    """Return what the ranks of a run have used lately; None if they have recorded nothing."""
-    from hpctrain.rundir.used import measure
-
-    return measure(_last_rows(rundir.RunDirectory(path).timings))
 
 
 def _effective(directory: rundir.RunDirectory) -> "EffectiveTime | None":

@@ -5,7 +5,7 @@ starts.jsonl                a line for each start: command, options, versions, c
 metrics.jsonl               a line for each logged step: step, epoch, time, then values
 timings.jsonl               a line for each half minute: parts of the step time, by rank
 events.jsonl                a line for each mark of `effective_time`
-last-step.json              newest step and its time, while a start trains
+last-step.json              newest step, its time and the time to the end, while a start trains
 checkpoints/step-00000042/  .pt and .bin files, and a manifest
 logs/rank-0.log             log of each rank
 profile/rank-0.json.gz      trace of --profile

@@ -424,7 +424,7 @@ class Run:
             self._events.phase(AGREEING)
             overdue = self._agreement.step(self.step, self.epoch)
             if self._recorder is not None:
-                self._recorder.step(self.step)
+                self._recorder.step(self.step, *self._monitor.ahead(self.step))
         if self._compares:
             self._events.phase(UPDATING)  # here the ranks wait for each other
             if self._compares == _FIRST_STEPS and self._recorder is not None:

@@ -402,6 +402,32 @@ def test_run_left_early_stays_finished_until_a_later_end():
     assert ranks.values(ranks.run(1, partial(stop_early, epochs=6, resume=True))) == [16]
 
 
+def read_the_last_step():
+    """Train until the file of the last step has an estimate; return its content."""
+    with session(global_batch=12, run_dir="run", epochs=1000) as opened:
+        model, _ = opened.prepare(model := small_model(), torch.optim.SGD(model.parameters(), 0.05))
+        lines = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(48))):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    time.sleep(0.01)
+                    lines = run.directory.lines(run.directory.last_step) if opened.is_main else []
+                    if done := opened.sum(any(line["left"] for line in lines)):
+                        break
+                if done:
+                    break
+    return lines
+
+
+def test_newest_step_is_recorded_with_the_steps_of_the_run_and_the_time_to_its_end():
+    (last,), *others = ranks.values(ranks.run(3, read_the_last_step))
+    assert others == [[], []]
+    assert last["end"] == 4000
+    assert 0 < last["step"] < 4000
+    assert last["left"] > (4000 - last["step"]) * 0.01
+
+
 def test_resume_without_a_checkpoint_starts_at_step_0():
     results = ranks.values(ranks.run(2, partial(train, resume=True)))
     assert results[0][0] == list(range(16))
