@@ -5,7 +5,7 @@ import importlib
 import io
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
@@ -70,19 +70,22 @@ class _Parser(argparse.ArgumentParser):
             )
         options = [
             option
-            for parser in self._known()
-            for option, action in parser._option_string_actions.items()
+            for action in self.all_actions()
+            for option in action.option_strings
             if action.help != argparse.SUPPRESS
         ]
         meant = option_meant(message, options)
         super().error(f"{message}; did you mean {meant}?" if meant else message)
 
-    def _known(self) -> list[argparse.ArgumentParser]:
-        choices = (action.choices for action in self._actions if isinstance(action.choices, dict))
-        return [self, *(parser for choice in choices for parser in choice.values())]
+    def all_actions(self) -> Iterator[argparse.Action]:
+        """Yield the arguments of this parser and of its commands."""
+        for action in self._actions:
+            yield action
+            for command in action.choices.values() if isinstance(action.choices, dict) else ():
+                yield from command.all_actions()
 
 
-def parser_of(names: Container[str]) -> argparse.ArgumentParser:
+def parser_of(names: Container[str]) -> _Parser:
     """Return the parser of the command line.
 
     Args:
