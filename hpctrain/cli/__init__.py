@@ -29,7 +29,6 @@ COMMANDS = {
     "explain": "show the rank of this process and its variables, or explain an error",
     "doctor": "check this machine, or under a launcher all ranks and a sum over them",
     "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",
-    "chaos": "hurt the ranks of a running job at random, to see what it survives",
     "report": "show the results of runs on one HTML page",
     "hostlist": "expand a Slurm host list, or write one",
     "checkpoint": "show the checkpoints of a run, and what is damaged",

@@ -34,7 +34,7 @@ NOT_HERE = {
     "tests/launch/test_manual_run_on_hosts.py types both",
     "hpctrain run train_with_lightning.py": "needs Lightning; tests/porting has its scripts",
     "tail -f": "does not end",
-    "hpctrain chaos": "takes 40 minutes; tests/tools/test_chaos.py has fewer faults",
+    "python sbatch/acceptance/chaos.py": "takes 40 minutes; tests/tools/test_chaos.py has fewer",
     "touch runs/": "stops a run at work; the tests of stops make the file",
     "hpctrain status 4712": "shows a job that waits for days",
 }
