@@ -28,7 +28,7 @@ COMMANDS = {
     "lint": "find errors in an sbatch script",
     "explain": "show the rank of this process and its variables, or explain an error",
     "doctor": "check this machine, or under a launcher all ranks and a sum over them",
-    "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",
+    "bench": "measure this machine, or all ranks under a launcher: steps and all-reduce",
     "report": "show the results of runs on one HTML page",
     "hostlist": "expand a Slurm host list, or write one",
     "checkpoint": "show the checkpoints of a run, and what is damaged",

@@ -49,7 +49,6 @@ _ON_SLURM = re.compile(
 # Sizes that the pages leave open, put after what a command begins with or has.
 SMALLER = {
     "bench": "--seconds 1",
-    "input": "--batch-size 4",
     "examples/imagenet.py": "--model resnet18 --train-crop 32 --val-crop 32 --val-resize 36 "
     "--batch-size 4 --max-steps 2 --workers 0 --lr-warmup-epochs 0",
     "examples/photographs.py": "--train 3 --val 2 --classes 3",
