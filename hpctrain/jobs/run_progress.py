@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpctrain.rundir.effective_time import EffectiveTime
     from hpctrain.rundir.used import Used
 
-__all__ = ["Progress", "end_of", "label_of", "losses", "progress", "recent_use", "run_of"]
+__all__ = ["Progress", "curves", "end_of", "label_of", "losses", "progress", "recent_use", "run_of"]
 
 # Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
@@ -72,6 +72,24 @@ def losses(path: Path) -> list[float]:
     rows = _last_rows(rundir.RunDirectory(path).metrics)
     found = (_number(row.get("loss"), float) for row in rows)
     return [loss for loss in found if loss is not None]
+
+
+def curves(run: str | os.PathLike[str]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the metrics of a run so far: by name, the steps and the values.
+
+    `plt.plot(*curves(run)["loss"])` draws one. Empty if the run has logged nothing.
+
+    Args:
+        run: run directory of any launcher.
+
+    Raises:
+        UsageError: the folder has no run.
+    """
+    directory = rundir.RunDirectory(run)
+    if not os.path.exists(directory.identity):
+        raise directory.missing()
+    columns = directory.columns()
+    return {name: columns[name] for name in columns if name not in rundir.POSITIONS}
 
 
 def recent_use(path: Path) -> "Used | None":
