@@ -327,12 +327,14 @@ def listening_sockets(sockets):
 
 @pytest.fixture(autouse=True)
 def no_leaks(request, tmp_path, monkeypatch):
-    """Unset launchers' variables; check that a test leaves no variable, process, thread or port."""
+    """Unset launchers' variables, hide a Slurm; check that a test leaves no process or thread."""
     clean = scrubbed_environ()
     for name in set(os.environ) - set(clean):
         monkeypatch.delenv(name)
     if Path("/dev/nvidiactl").exists() and not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests use ranks on CPUs
+    # Only the tests with the fixture `cluster` use a Slurm: not one that this machine may have.
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
     before = dict(os.environ), child_processes(), socket_inodes(), set(threading.enumerate())
