@@ -4,6 +4,7 @@ import argparse
 import io
 import itertools
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -593,7 +594,7 @@ def test_lint_names_the_command_for_python_and_toml_files(name, text, command_li
     path.write_text(text)
     with pytest.raises(UsageError, match="no batch script") as caught:
         run(path)
-    assert caught.value.fixes == tuple(one.format(path) for one in command_line)
+    assert caught.value.fixes == tuple(one.format(shlex.quote(str(path))) for one in command_line)
     assert "#!/bin/bash" not in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -405,7 +406,7 @@ def test_cancel_calls_scancel_and_shows_how_to_resume(fake, capsys):
     out = capsys.readouterr().out
     assert "job 70 (train) is cancelled" in out
     assert "the newest of step 40 or later" in out
-    assert f"--run-dir {path.absolute()} -- … --resume" in out
+    assert f"--run-dir {shlex.quote(str(path.absolute()))} -- … --resume" in out
     assert cli.main(["cancel", "9"]) == 0
     calls = [line for line in fake.calls.read_text().splitlines() if line.startswith("scancel")]
     assert calls == ["scancel 70", "scancel 9"]

@@ -25,7 +25,7 @@ from hpctrain.jobs.spec import JobSpec
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
-    keep = f"cat > {tmp_path}/script; env > {tmp_path}/environ"
+    keep = f"cat > '{tmp_path}/script'; env > '{tmp_path}/environ'"
     made.command("sbatch", "70", more=keep)
     Path("t.py").touch()
     return made
