@@ -481,7 +481,7 @@ def test_simulated_hosts_have_gpus_of_their_own(tmp_path, capfd):
 def test_closed_output_pipe_does_not_hold_up_the_ranks(tmp_path):
     script = tmp_path / "talks.py"
     script.write_text("for _ in range(20000): print('a line that fills the pipe', flush=False)\n")
-    command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 {script} | head -1"
+    command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 '{script}' | head -1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60
     )

@@ -213,7 +213,7 @@ def test_run_refuses_a_script_that_is_not_a_file(name, word, capfd):
 
 def test_failed_start_of_a_rank_ends_all_ranks(script, background):
     path = script("import time; time.sleep(600)")
-    command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 {path}"
+    command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 '{path}'"
     start = background(["bash", "-c", command], MARK="no-room")
     _, err = start.communicate(timeout=60)
     assert start.returncode == 1
