@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.checkpoint import dcp
 from hpctrain.checkpoint.durable_files import sync
 from hpctrain.checkpoint.loading import (
     Opened,
@@ -47,7 +46,6 @@ def export(
     best: str | None = None,
     ema: bool = False,
     file_bytes: int = _BYTES_OF_A_FILE,
-    as_dcp: bool = False,
 ) -> int:
     """Write the weights and buffers of a checkpoint, completely or not at all.
 
@@ -63,8 +61,6 @@ def export(
         best: name of a metric; selects the checkpoint with its best value instead of `step`.
         ema: whether to write the averages of `--ema` in place of the weights.
         file_bytes: bytes of the tensors in a file of a folder; a larger tensor has its own.
-        as_dcp: whether to write a folder of torch.distributed.checkpoint, with all weights in
-            memory.
 
     Returns:
         Step of the checkpoint.
@@ -74,9 +70,8 @@ def export(
         UsageError: safetensors is not installed, there are no averages, or the target cannot be
             written.
     """
-    if not as_dcp:
-        import_safetensors()
-    one = target.suffix == SUFFIX and not as_dcp
+    import_safetensors()
+    one = target.suffix == SUFFIX
     if not one and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
             "HT712",
@@ -96,10 +91,7 @@ def export(
             _write(temporary, opened, weights, metadata | others)
         else:
             temporary.mkdir()
-            if as_dcp:
-                dcp.save(temporary, opened.tensors(weights))
-            else:
-                _write_folder(temporary, opened, weights, metadata, others, file_bytes)
+            _write_folder(temporary, opened, weights, metadata, others, file_bytes)
             if target.is_dir():
                 target.rmdir()  # empty
         temporary.replace(target)

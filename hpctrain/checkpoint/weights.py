@@ -2,8 +2,7 @@
 
 Source for the formats: `torch.save(model.state_dict())`; the reference scripts of torchvision store
 it under "model", those of timm under "state_dict"; torch's DistributedDataParallel adds `module.`
-before each name; `export` describes the safetensors format, and folders of it; `dcp` those of
-torch.distributed.checkpoint.
+before each name; `export` describes the safetensors format, and folders of it.
 """
 
 import argparse
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.checkpoint import dcp
 from hpctrain.checkpoint.export import INDEX, SUFFIX, import_safetensors
 from hpctrain.cluster.texts import first_line
 from hpctrain.errors import UsageError
@@ -58,12 +56,10 @@ def check_weights(path: Path) -> None:
     """
     try:
         folder = stat.S_ISDIR(path.stat().st_mode)
-        if folder and (path / dcp.INDEX).exists():
-            return
         if folder and not (path / INDEX).exists():
             raise UsageError(
                 "HT713",
-                f"--init-from {path} is a folder without {INDEX} or {dcp.INDEX}",
+                f"--init-from {path} is a folder without {INDEX}",
                 _FORMS,
                 f"hpctrain export {path} FILE{SUFFIX}",
             )
@@ -203,8 +199,6 @@ def _places(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     """Return the content of a file or folder, with a `Weight` for each tensor."""
     try:
-        if (path / dcp.INDEX).exists():
-            return _read_dcp(path)
         index = path / INDEX if path.is_dir() else path
         if index.suffix == ".json":
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -236,15 +230,6 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     # For weights with two names, the file has one and the metadata have the other name.
     others = (file.metadata() or {}).items()
     return weights | {name: weights[other] for name, other in others if other in weights}
-
-
-def _read_dcp(path: Path) -> dict[str, Any]:
-    """Return the weights of a folder of torch.distributed.checkpoint by name."""
-
-    def weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Weight:
-        return Weight(shape, lambda rows: dcp.load(path, name, shape, dtype)[rows])
-
-    return {name: weight(name, *entry) for name, entry in dcp.find(path).items()}
 
 
 def _in_memory(tensor: Tensor) -> Weight:
@@ -302,7 +287,7 @@ def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any]
         return _below(f"model{number}.", models[0]) or None
     if number >= len(models):
         return None
-    # torch.distributed.checkpoint joins the names of nested states: model.fc.weight.
+    # Programs that wrap a model save the names with a prefix: model.fc.weight.
     some = next(iter(own), "")
     prefixes = [name.removesuffix(some) for name in models[number] if name.endswith(f".{some}")]
     for prefix in ("module.", *prefixes):

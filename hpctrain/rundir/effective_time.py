@@ -154,7 +154,7 @@ def _cut(trained: list[tuple[float, float]], date: float) -> float:
 
 
 def measure(directory: RunDirectory) -> EffectiveTime | None:
-    """Return where the time of a run went; None for a run without marks, as of an older version.
+    """Return where the time of a run went; None for a run without marks.
 
     Raises:
         OSError: the run directory cannot be read.

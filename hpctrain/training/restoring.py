@@ -98,7 +98,7 @@ def restore(
     elif context.ema is not None:
         logger.warning("the checkpoint has no average of the weights; it starts anew from them")
         context.ema.restart()
-    ranks = [rank.get("values", {}) for rank in state["ranks"]]
+    ranks = [rank["values"] for rank in state["ranks"]]
     values = plain_state.of_rank(others, ranks, context.world.rank, context.world.world_size)
     for name, thing in others.items():
         if name in state["state"] and not plain_state.is_plain(thing):
@@ -121,7 +121,7 @@ def restore(
         position["epoch"],
         position["epoch_step"],
         position["rows"],
-        position.get("skipped", 0) * position["world_size"] // context.world.world_size,
+        position["skipped"] * position["world_size"] // context.world.world_size,
     )
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
@@ -137,16 +137,17 @@ def _split_groups(
     `add_param_group` may have added groups during training, as for unfrozen layers. A script that
     resumes may add them again, or may already be past the place where it did.
     """
-    first, names = list(states), position.get("groups", [])
+    first = list(states)
     later: list[Callable[[], None]] = []
-    for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False)):
+    saved_of = zip(context.optimizers, states, position["groups"], strict=False)
+    for number, (optimizer, saved, names) in enumerate(saved_of):
         there = len(optimizer.param_groups)
-        if number < len(names) and len(saved["param_groups"]) > there:
+        if len(saved["param_groups"]) > there:
             groups = saved["param_groups"][:there]
             kept = {index for group in groups for index in group["params"]}
             state = {index: one for index, one in saved["state"].items() if index in kept}
             first[number] = {**saved, "state": state, "param_groups": groups}
-            later.append(partial(_add_groups, context, optimizer, saved, names[number]))
+            later.append(partial(_add_groups, context, optimizer, saved, names))
     return first, later
 
 
@@ -175,7 +176,7 @@ def _add_groups(
 
 def _train_again(context: Context, position: Mapping[str, Any]) -> None:
     """Freeze and unfreeze parameters as they were in the checkpoint."""
-    for model, names in zip(context.models, position.get("trained", ()), strict=False):
+    for model, names in zip(context.models, position["trained"], strict=True):
         trained, changed = set(names), []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad != (name in trained):
@@ -189,7 +190,7 @@ def _train_again(context: Context, position: Mapping[str, Any]) -> None:
                 "trained" if changed[0] in trained else "frozen",
             )
     # The steps that showed it may all be before the checkpoint.
-    for model, unused in zip(context.models, position.get("unused", ()), strict=False):
+    for model, unused in zip(context.models, position["unused"], strict=True):
         if unused:
             context.backend.expect_unused(model)
 

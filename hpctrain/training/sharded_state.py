@@ -57,7 +57,7 @@ def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def divide(context: Context, state: Mapping[str, Any]) -> None:
-    """Choose what this rank reads of the tensors in a checkpoint, or cut it out of whole ones.
+    """Choose what this rank reads of the tensors in a checkpoint.
 
     Args:
         context: context of the training.
@@ -70,7 +70,7 @@ def divide(context: Context, state: Mapping[str, Any]) -> None:
         convert = partial(context.backend.from_part, like=like)
         if isinstance(values[name], Stored):
             values[name].divide(extent.start, extent.stop, convert)
-        else:  # format 3, which has whole tensors
+        else:  # a tensor in the file of its part
             part = values[name].reshape(-1)[extent.start : extent.stop]
             values[name] = convert(part.clone())  # not a view, which keeps the whole tensor
 
@@ -115,10 +115,7 @@ def _places(
         for values, parameters in zip(those, models, strict=False)
         for name in values.keys() & parameters.keys()
     ]
-    groups = state["position"].get("groups") or [
-        names_of_groups(context, optimizer) for optimizer in context.optimizers
-    ]
-    for saved, names in zip(state["optimizer"], groups, strict=False):
+    for saved, names in zip(state["optimizer"], state["position"]["groups"], strict=True):
         numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
         for number, (model, name) in zip(numbers, chain.from_iterable(names), strict=False):
             like = models[model].get(name) if 0 <= model < len(models) else None

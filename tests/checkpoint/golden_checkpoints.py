@@ -27,11 +27,6 @@ from hpctrain.checkpoint import data_files
 FOLDER = Path(__file__).with_name("golden")
 SAVED, END = 3, 6  # of epochs of four steps
 CASES = {
-    f"format3-{backend}-{precision}-{size}": (backend, precision, size)
-    for backend in ("ddp", "horovod")
-    for precision in ("fp32", "O2")
-    for size in (1, 3)
-} | {
     f"format4-{backend}-{precision}-{size}": (backend, precision, size)
     for backend, precision, size in (
         ("ddp", "fp32", 1),
