@@ -33,7 +33,7 @@ COMMANDS = {
     "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",
     "chaos": "hurt the ranks of a running job at random, to see what it survives",
     "report": "show the results of runs on one HTML page",
-    "hostlist": "expand a Slurm host list, or write one",
+    "hostlist": "expand a Slurm host list",
     "checkpoint": "show the checkpoints of a run, and what is damaged",
     "export": "write the weights of a checkpoint as safetensors",
     "horovod": "build and install a Horovod that fits the installed torch",
