@@ -91,17 +91,6 @@ class Options:
         "resume from the newest complete checkpoint, or start from the beginning if there is none",
         bool,
     )
-    init_from: str | None = option(
-        None,
-        "initial weights of the models: a file or folder of hpctrain export, or of torch.save",
-        metavar="FILE",
-    )
-    init_skip: str | None = option(
-        None,
-        "weights that --init-from leaves as the script made them, such as 'fc.*'; several "
-        "patterns with commas",
-        metavar="PATTERNS",
-    )
     elastic: bool = common(
         False,
         "continue with another number of ranks if some hosts are lost: resumes by default, and "

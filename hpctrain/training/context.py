@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.backends.base import Backend
+from hpctrain.backends.meta_models import Unfilled
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
 from hpctrain.data import TrainingSampler
@@ -59,6 +60,8 @@ class Context:
 
         events: calls from lower layers to the session and the run.
         models, optimizers: prepared models and optimizers, in the order of preparation.
+        unfilled: values that prepared models on the meta device still need.
+        resumed: whether the run has the weights of its checkpoint, and has trained no step since.
         samplers: samplers of the loaders of training sets.
         datasets: data sets of the loaders, in the order in which the loaders were created.
         adopted: whether the batch size is that of a prepared loader.
@@ -88,6 +91,8 @@ class Context:
     events: Events = field(default_factory=Events)
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    unfilled: list[Unfilled] = field(default_factory=list)
+    resumed: bool = False
     samplers: list[TrainingSampler] = field(default_factory=list)
     datasets: list[Dataset[Any]] = field(default_factory=list)
     adopted: bool = False

@@ -74,6 +74,9 @@ def restore(
     position = state["position"]
     _compare(context, directory, position)
     _fill("model", context.models, state["model"])
+    for unfilled in context.unfilled:
+        unfilled.close()
+    context.resumed = True
     _train_again(context, position)
     rates = _rates(context)
     states, later = _split_groups(context, position, state["optimizer"])

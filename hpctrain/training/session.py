@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from hpctrain.training import evaluation, prepare
 from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradients import Gradients
+from hpctrain.training.initial_weights import load_weights
 from hpctrain.training.preemption import Preemption, Stopped
 from hpctrain.training.prepare_optimizer import prepare_optimizer
 from hpctrain.training.setup import open_ranks
@@ -216,9 +217,9 @@ class Session(Collectives):
             The prepared objects in the given order; for one argument, the object itself.
 
         Raises:
-            UsageError: an object is none of these; a model does not fit the file of `--init-from`;
-                an optimizer has parameters of no prepared model, or a scheduler that has already
-                read values which an option changes; or another rank does something else.
+            UsageError: an object is none of these; an optimizer has parameters of no prepared
+                model, or a scheduler that has already read values which an option changes; or
+                another rank does something else.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
@@ -252,6 +253,38 @@ class Session(Collectives):
             context.ema = EMA(models, self.options.ema, source=self.precision.master)
         self._gradients.watch()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def load_weights(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        key: str | None = None,
+        prefix: str = "",
+        skip: Sequence[str] = (),
+    ) -> None:
+        """Load weights and buffers from a file into a prepared model; all of them or none.
+
+        Call it on all ranks, between `prepare` and `run`. A model that was made on the meta device
+        gets its values here. A run that resumes has the weights of its checkpoint, in either order.
+        With fsdp each rank reads its rows of each weight; otherwise rank 0 reads for all ranks.
+
+        Args:
+            model: prepared model, or a module of one.
+            path: safetensors file, as `hpctrain export` writes it; folder of safetensors files, as
+                Hugging Face's libraries write it; or file of `torch.save`. Code in a file is never
+                run. Also a mapping from names to tensors, such as a `state_dict()`.
+            key: key of the weights in a file of `torch.save` (default: the weights themselves, or
+                one of the keys `model`, `state_dict`, `model_state_dict` and `module`).
+            prefix: start of the names in the file that belong to this model, and that the model's
+                own names lack (default: the one that all names in the file start with).
+            skip: patterns of names that keep the values of the script, such as `["fc.*"]`.
+
+        Raises:
+            UsageError: the model was not prepared, the file cannot be read, its names or shapes
+                differ from the model's, or a pattern matches no name; on all ranks.
+        """
+        load_weights(self._context, model, path, key, prefix, skip)
 
     def loader(
         self,

@@ -135,6 +135,8 @@ class Run:
         self._find_schedulers()
         memory = MemoryCopies.of_run(context, self.directory, os.environ)
         resumed = restore(context, self.directory, self._state, memory)
+        for unfilled in context.unfilled:
+            unfilled.refuse()
         position, on_disk = (resumed.position, resumed.on_disk) if resumed else (None, None)
         if resumed is not None:
             self._go_on(resumed)
@@ -357,6 +359,7 @@ class Run:
             UsageError: another rank has different data.
         """
         context = self._context
+        context.resumed = False
         self._find_schedulers()
         for name in self._left:
             logger.warning("the checkpoint has a %s, and this script has not", name)
@@ -604,6 +607,7 @@ class Run:
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
         date, opened = time.time(), vars(self)
+        self._context.resumed = False
         self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)

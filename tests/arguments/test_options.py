@@ -81,8 +81,7 @@ def test_session_takes_a_parsed_command_line_or_a_dict(given):
 
 def test_every_option_reaches_its_field():
     line = (
-        "--data mnist --download --run-dir there --no-resume --init-from w.pt --elastic "
-        "--init-skip fc.* "
+        "--data mnist --download --run-dir there --no-resume --elastic "
         "--backend ddp --precision O2 --loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
         "--no-seed-everything --no-handle-signals --no-report-errors --deterministic --same-data "
@@ -101,8 +100,7 @@ def test_every_option_reaches_its_field():
     )
     read = Options.of(options(recipe=True).parse_args(line.split()), {})
     assert read == Options(
-        data="mnist", download=True, run_dir="there", resume=False, init_from="w.pt", elastic=True,
-        init_skip="fc.*",
+        data="mnist", download=True, run_dir="there", resume=False, elastic=True,
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
         fsdp_blocks="Block", fsdp_reshard=False, fsdp_hybrid=True, fsdp_offload=True,
         activation_checkpointing=True,

@@ -14,8 +14,7 @@ from torch import nn
 import hpctrain
 import hpctrain.optim
 from hpctrain.backends.blocks import find_blocks
-from hpctrain.checkpoint import data_files, export
-from hpctrain.checkpoint import weights as weight_files
+from hpctrain.checkpoint import data_files, export, weight_files
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 
@@ -277,8 +276,15 @@ def test_what_fsdp_cannot_do_is_refused(options, text):
         start(sum(options.get("layout", (2,))), "refused", "fsdp", **options)
 
 
-def train_from(folder, backend, meta, buffer=False):
-    """Train two steps from the weights in a folder; return the losses, and the sizes read."""
+def train_from(folders, backend, meta, buffer=False):
+    """Train two steps from the weights in a folder; return the losses, and the sizes read.
+
+    Args:
+        folders: folder for each rank, or one for all; None loads nothing.
+        backend: name of the backend.
+        meta: whether the model is made on the meta device.
+        buffer: whether a buffer that no file has is there, too.
+    """
     read = []
 
     class Recorded(weight_files.Weight):
@@ -291,7 +297,7 @@ def train_from(folder, backend, meta, buffer=False):
 
     weight_files.Weight = Recorded
     with hpctrain.Session(
-        backend=backend, precision="fp64", init_from=folder, max_steps=2, global_batch=12, seed=3,
+        backend=backend, precision="fp64", max_steps=2, global_batch=12, seed=3,
         log_every=1, run_dir="run",
     ) as session:  # fmt: skip
         with torch.device("meta" if meta else "cpu"):
@@ -301,6 +307,12 @@ def train_from(folder, backend, meta, buffer=False):
         if meta:
             model.register_buffer("kept", torch.arange(3.0), persistent=False)
         model = session.prepare(model)
+        folder = folders[session.world.rank] if isinstance(folders, list) else folders
+        if meta and folder:
+            with pytest.raises(UsageError, match=r"words\.weight and .*have no values"):
+                model(torch.zeros(1, 5, dtype=torch.int64, device=session.device))
+        if folder:
+            session.load_weights(model, folder)
         if meta:
             assert model.kept.tolist() == [0, 1, 2]
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -341,10 +353,16 @@ def test_model_without_memory_begins_with_the_weights_of_a_folder(weights, backe
         assert bool(read) == (backend == "fsdp")
 
 
+def test_folder_that_one_rank_lacks_is_an_error_on_all_ranks(weights):
+    results = ranks.run(3, train_from, [weights, weights, "absent"], "fsdp", True)
+    assert {type(result) for result in results} == {UsageError}, results
+    assert all("absent: No such file" in result.found for result in results)
+
+
 @pytest.mark.parametrize(
     ("source", "buffer", "text"),
     [
-        (None, False, "on the meta device, without values"),
+        (None, False, "words.weight and 31 more tensors of the Language"),
         ("weights", True, "the buffer scale of the Language is on the meta device"),
     ],
 )

@@ -11,7 +11,6 @@ from checkpoints import save
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 import hpctrain
 from hpctrain.checkpoint import export, fill_weights
@@ -146,7 +145,7 @@ def test_checkpoint_and_export_name_what_was_frozen(tmp_path, capsys):
     named = "block0.*, block1.*, block2.*, block3.*, block4.*, and 3 more"
     assert capsys.readouterr().out.splitlines()[1:] == [f"frozen: 15 of 17 parameters: {named}"]
     assert metadata(target)["frozen"] == f"15 of 17 parameters: {', '.join(parameters)}"
-    fill_weights(target, Backbone(), 0)  # which reads other names of weights in the metadata
+    fill_weights(Backbone(), target)  # which reads other names of weights in the metadata
     assert main(["export", str(run.path), str(target), "--step", "1"]) == 0
     assert "frozen" not in capsys.readouterr().out
     assert "frozen" not in metadata(target)
@@ -177,7 +176,7 @@ def test_export_to_several_files(run, tmp_path, capsys):
         assert torch.equal(load_file(target / index["weight_map"][name])[name], value)
     for source in (target, target / "model.safetensors.index.json"):
         model = Tied()
-        fill_weights(source, model, 0)
+        fill_weights(model, source)
         for name, value in run.models[2].state_dict().items():
             assert torch.equal(model.state_dict()[name], value), name
     assert main(["export", str(run.path), str(target)]) == 2
@@ -191,23 +190,6 @@ def test_export_holds_one_file_in_memory(run, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: None)
     export(run, tmp_path / "out", file_bytes=1)
     assert [len(weights) for weights in held] == [1, 1, 1, 1]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_export_to_distributed_checkpoint_and_back(run, tmp_path):
-    assert main(["export", str(run.path), str(tmp_path / "out"), "--dcp"]) == 0
-    names = ("first.weight", "first.bias", "second.bias", "nothing")
-    state = {name: torch.zeros_like(run.models[2].state_dict()[name]) for name in names}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    nested = {"app": {"model": run.models[1].state_dict()}, "step": 3}
-    dcp.save(nested, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    for folder, source in (("out", run.models[2]), ("theirs", run.models[1])):
-        model = Tied()
-        fill_weights(tmp_path / folder, model, 0)
-        for name, value in source.state_dict().items():
-            assert torch.equal(model.state_dict()[name], value), name
-            if folder == "out" and name in state:
-                assert torch.equal(state[name], value)
 
 
 def test_export_refuses_a_damaged_checkpoint(run, tmp_path):

@@ -28,7 +28,7 @@ def die_at_step(step):
     return lambda run: os._exit(9) if run.step - 1 == step else None
 
 
-def train(die_at=None, seed=0, width=None, name="example", **options):
+def train(die_at=None, seed=0, width=None, name="example", loads=(None, None), **options):
     """Train four epochs of four steps with a schedule; return the weights at the end."""
     with session(
         **{
@@ -47,7 +47,12 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         loader = opened.loader(images(50))
         steps, die = [], die_at_step(die_at)
+        path, inside = loads
+        if inside is False:
+            opened.load_weights(model, path)
         with opened.run(state={"schedule": schedule}, name=name) as run:
+            if inside:
+                opened.load_weights(model, path)
             for epoch in run.epochs():
                 for batch, targets in run.batches(loader):
                     loss = nn.functional.cross_entropy(model(batch), targets)
@@ -692,11 +697,13 @@ def test_save_inside_a_step_is_refused():
     assert "--checkpoint-every STEPS" in str(result)
 
 
-def test_resume_takes_the_checkpoint_and_not_init_from(tmp_path):
+@pytest.mark.parametrize("inside", [False, True], ids=str)
+def test_resumed_run_has_the_weights_of_its_checkpoint(tmp_path, inside):
+    """Weights may be loaded before the run or inside of it."""
     path = str(tmp_path / "weights.pt")
     torch.manual_seed(7)  # an earlier test in this process may have set the seed of `train`
     torch.save(small_model().state_dict(), path)
-    resumes = partial(train, resume=True, init_from=path)
+    resumes = partial(train, resume=True, loads=(path, inside))
     ((_, uninterrupted),) = ranks.values(ranks.run(1, resumes))
     shutil.rmtree("run")
     ranks.run(1, resumes, 10)
