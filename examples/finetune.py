@@ -4,7 +4,7 @@ For example, with the weights of ImageNet from torchvision:
 
     python -c 'import torch; from torchvision.models import resnet18
     torch.save(resnet18("DEFAULT").state_dict(), "resnet18.pt")'
-    python examples/finetune.py --init-from resnet18.pt --init-skip 'fc.*'
+    python examples/finetune.py --weights resnet18.pt
 """
 
 import torch
@@ -23,6 +23,7 @@ def options():
         "--unfreeze-epoch", type=int, default=1, metavar="N", help="train all from it (%(default)s)"
     )
     text = "rate of the backbone, as a part of --lr (%(default)s)"
+    add("--weights", metavar="FILE", help="initial weights of a ResNet-18, without its head")
     add("--backbone-rate", type=float, default=0.1, metavar="X", help=text)
     return parser
 
@@ -56,6 +57,8 @@ def main():
         slow = {"params": backbone, "lr": args.lr * args.backbone_rate}
         optimizer = torch.optim.SGD([{"params": head}, slow], lr=args.lr, momentum=0.9)
         model, optimizer = session.prepare(model, optimizer)
+        if args.weights:
+            session.load_weights(model, args.weights, skip=["fc.*"])
 
         with session.run() as run:
             for epoch in run.epochs(2):
