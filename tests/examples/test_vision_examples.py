@@ -13,6 +13,7 @@ import ranks
 import torch
 from battery import orders
 from checkpoints import load_newest
+from torchvision import models
 
 from hpctrain import Session, data
 from hpctrain.rundir import RunDirectory
@@ -120,3 +121,15 @@ def test_killed_example_has_the_bits_of_an_undisturbed_one(name):
     found, expected = weights("run"), weights("undisturbed")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ["finetune"])
+def test_example_begins_with_the_weights_of_a_file_except_the_head(name):
+    torch.manual_seed(9)
+    source = models.resnet18(num_classes=7)
+    torch.save({"model": source.state_dict()}, "resnet18.pt")
+    ranks.values(ranks.run(2, train, name, "run", "--weights", "resnet18.pt", "--max-steps", "1"))
+    found = weights("run")  # of which the first epoch trains the head alone
+    assert found["fc.weight"].shape[0] == 10
+    backbone = {n: v for n, v in source.state_dict().items() if not n.startswith("fc.")}
+    assert all(torch.equal(found[n], v.to(found[n].dtype)) for n, v in backbone.items())
