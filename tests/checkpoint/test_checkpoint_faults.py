@@ -536,7 +536,7 @@ def test_leftover_checkpoint_folders_are_removed_when_safe(run):
 
     @contextmanager
     def refused():
-        raise CheckpointError("HT704", "another start has the run")
+        raise CheckpointError.of_text("HT704", "another start has the run")
         yield
 
     writer = Writer(run, commit=refused)

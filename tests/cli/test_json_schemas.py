@@ -24,7 +24,7 @@ from hpctrain.cli.explain import as_json
 from hpctrain.cluster.launchers import LAUNCHERS, Process, readings, survey
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.errors.codes import CODES, Code
+from hpctrain.errors.codes import Code, codes
 from hpctrain.tools.doctor import findings, machine, software
 from hpctrain.tools.doctor import ranks as of_ranks
 from hpctrain.tools.doctor.findings import Finding
@@ -208,7 +208,7 @@ def test_explain_json_of_null_and_known_values_are_not_mixed():
 @pytest.mark.parametrize("code", ["HT998", "HT999"])
 def test_explain_code_json_fits_its_schema(monkeypatch, capsys, code):
     causes = ("one cause", "another") if code == "HT999" else ()
-    monkeypatch.setitem(CODES, code, Code("What went wrong.", causes, "What to do."))
+    monkeypatch.setitem(codes(), code, Code("What went wrong.", causes, {}))
     assert main(["explain", code.lower(), "--json"]) == 0
     document = hold("explain-code", capsys.readouterr().out)
     assert document["causes"] == list(causes)
@@ -216,7 +216,7 @@ def test_explain_code_json_fits_its_schema(monkeypatch, capsys, code):
 
 
 def test_explain_code_json_of_every_code_fits_its_schema(capsys):
-    for code in CODES:
+    for code in codes():
         assert main(["explain", code, "--json"]) == 0
         assert hold("explain-code", capsys.readouterr().out)["code"] == code
 
@@ -419,7 +419,7 @@ def report(capsys, entries, wrong=(), speeds=None):
     # The findings of all ranks, as the rendezvous brings them.
     brought = json.loads(json.dumps([findings.to_send(own)] * size))
     whole.machines([own[0], *findings.merged(brought)])
-    refused = Finding.of("GPU", UsageError("HT113", "one GPU", "two GPUs", "start one rank"))
+    refused = Finding.of("GPU", UsageError.of_text("HT113", "one GPU", "two GPUs", "start one rank"))
     whole.table(of_ranks.rows(entries), [refused])
     if speeds:
         whole.sums("nccl", wrong, speeds)

@@ -188,7 +188,7 @@ def test_doctor_names_a_gpu_without_code_in_the_torch_build(two_gpus, monkeypatc
 
 def test_doctor_reports_a_gpu_that_a_session_refuses(two_gpus, monkeypatch):
     def refused(*_):
-        raise UsageError("HT113", "2 ranks, 1 GPU", "a GPU for each", "start one rank")
+        raise UsageError.of_text("HT113", "2 ranks, 1 GPU", "a GPU for each", "start one rank")
 
     def broken(*_):
         raise RuntimeError("CUDA error: devices unavailable\nmore")

@@ -662,7 +662,7 @@ def resume_with_a_damage_that_rank_2_reads(damaged):
 
         def refuse(folder, step, **keywords):
             if step == damaged:
-                raise CheckpointError("HT707", "rank-00002.bin has changed")
+                raise CheckpointError.of_text("HT707", "rank-00002.bin has changed")
             return real(folder, step, **keywords)
 
         checkpoint.open_checkpoint = refuse
