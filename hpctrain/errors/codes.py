@@ -16,6 +16,7 @@ __all__ = ["Code", "Message", "codes", "is_key", "message"]
 
 _KEY = re.compile(r"(HT\d{3})\.([a-z0-9-]+)")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
+_LAST = re.compile(r"^$|\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,9 @@ def message(key: str, **values: object) -> Message:
 
 
 def _capitals(template: str) -> str:
-    """Return a template with the names of its placeholders in capitals: `node[{n}]`, `node[N]`."""
+    """Return a template with the names of its placeholders in capitals: `--seed {seed}`, `SEED`."""
     parts = string.Formatter().parse(template)
-    return "".join(text + (name or "").upper().replace("_", "-") for text, name, _, _ in parts)
+    return "".join(text + _LAST.findall(name or "")[-1].upper() for text, name, _, _ in parts)
 
 
 def _fill(template: str, values: Mapping[str, Any]) -> str:

@@ -47,7 +47,8 @@ def keys():
 def placeholders(key):
     template = TEMPLATES[key]
     texts = (template.found, template.expected, *template.fixes)
-    return {name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name}
+    names = (name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name)
+    return {re.split(r"[.\[]", name)[0] for name in names}
 
 
 def test_each_raise_names_a_message_and_each_message_has_a_raise():
@@ -97,18 +98,18 @@ def test_errors_are_raised_with_a_key_and_not_with_a_text():
 def printed():
     """Return every message as it is printed, with the names of its placeholders as values."""
 
-    class Named(dict):
-        def __missing__(self, name):
-            return Value(name)
-
     class Value(str):
-        __slots__ = ()
-
         def __format__(self, spec):
             return f"<{self}>"
 
         def __repr__(self):
             return f"<{self}>"
+
+        def __getattr__(self, name):
+            return Value(f"{self}.{name}")
+
+        def __getitem__(self, name):
+            return Value(f"{self}.{name}")
 
     blocks = []
     for key in TEMPLATES:
@@ -144,7 +145,7 @@ def test_exception_of_a_script_keeps_its_text_and_arguments():
 
 @pytest.mark.parametrize("key", list(TEMPLATES)[:3])
 def test_error_survives_pickling(key):
-    error = UsageError(key, **dict.fromkeys(placeholders(key), 1)).of_all(2)
+    error = UsageError(key, **{name: name for name in placeholders(key)}).of_all(2)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.args) == (UsageError, str(error), error.args)
     assert copy.reported_by_rank_0
