@@ -1,13 +1,14 @@
 """Run all benchmarks in turn, each in its own process, and print one table at the end.
 
-    python benchmarks [--only NAME …] [--quick | --check | --gpu] [--save DIR]
+    python benchmarks [--only NAME …] [--quick | --check [DIR] | --gpu] [--save DIR]
 
 A benchmark that cannot run on this machine is left out, and the reason is printed. `--quick` takes
 the fewest rounds that give a spread: it checks that all benchmarks work, and its figures are of no
-use. `--check` takes as few, and compares the figures that have a target with the kept results of
-the same kind of machine: it prints what got worse by more than the noise. `--save DIR` writes the
-results of each benchmark to DIR/NAME.json, with machine, date, versions and commit. `python
-benchmarks/pages` makes the figures of README.md from benchmarks/results.
+use. `--check` takes as few, and compares the figures that have a target with the results in DIR
+(default: benchmarks/results) of the same kind of machine: it prints what got worse by more than the
+noise. `--save DIR` writes the results of each benchmark to DIR/NAME.json, with machine, date,
+versions and commit. `python benchmarks/pages` makes the figures of README.md from
+benchmarks/results.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from hpctrain.tools.bench.measure import table
 HERE = Path(__file__).resolve().parent
 
 
-def run(name: str, options: list[str], folder: Path, check: bool) -> list[tuple[str, ...]]:
+def run(name: str, options: list[str], folder: Path, kept_in: str) -> list[tuple[str, ...]]:
     """Run one benchmark, which prints its own output, and return its rows of the table.
 
     Args:
         name: key of BENCHMARKS.
         options: command line options of the benchmark.
         folder: folder for its record.
-        check: whether the rows compare it with the kept record.
+        kept_in: folder with a kept record to compare with; empty for none.
     """
     if reason := BENCHMARKS[name].unavailable():
         print(f"== {name}: left out: {reason}\n", flush=True)
@@ -47,10 +48,10 @@ def run(name: str, options: list[str], folder: Path, check: bool) -> list[tuple[
     print(f"== {time.monotonic() - begun:.0f} s\n", flush=True)
     if done.returncode or not path.exists():
         return [(name, "", "", "", f"failed, exit code {done.returncode}")]
-    record, kept = json.loads(path.read_text()), HERE / "results" / path.name
-    if check and not kept.exists():
+    record, kept = json.loads(path.read_text()), Path(kept_in, path.name)
+    if kept_in and not kept.exists():
         return [(name, "", "", "", "no kept results")]
-    rows = list(changes(json.loads(kept.read_text()), record) if check else outcomes(record))
+    rows = list(changes(json.loads(kept.read_text()), record) if kept_in else outcomes(record))
     return [(name, *row) for row in rows] or [(name, "", "", "", "no target")]
 
 
@@ -64,7 +65,14 @@ def main() -> int:
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="few rounds, no usable figures")
-    size.add_argument("--check", action="store_true", help="few rounds, beside the kept results")
+    size.add_argument(
+        "--check",
+        metavar="DIR",
+        nargs="?",
+        const=str(HERE / "results"),
+        default="",
+        help="few rounds, beside the results in DIR (default: benchmarks/results)",
+    )
     size.add_argument("--gpu", action="store_true", help="only benchmarks for GPUs, some minutes")
     parser.add_argument(
         "--save", metavar="DIR", type=place, help="write each record to DIR/NAME.json"

@@ -35,8 +35,8 @@ DEFAULT = "default"
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     DEFAULT: ({}, {}),
     "--deterministic": ({"deterministic": True}, {}),
-    "--horovod-groups 1, no fusion of groups": (
-        {"horovod_groups": 1},
+    "--horovod groups=1, no fusion of groups": (
+        {"horovod": "groups=1"},
         {"HOROVOD_DISABLE_GROUP_FUSION": "1"},
     ),
 }

@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint.py [--rounds 8] [--megabytes 100 1000] [--folder DIR] [--save FILE]
 
-The arms of `hpctrain bench checkpoint` save a state, half weights and half momenta, and so does
-torch's distributed checkpoint, synchronously and asynchronously (one process with a gloo group,
-staging memory reused). A save ends only when the data is on the disk (fsync), so no arm leaves the
+hpctrain and `torch.save` save a state, half weights and half momenta, and so does torch's
+distributed checkpoint, synchronously and asynchronously (one process with a gloo group, staging
+memory reused). A save ends only when the data is on the disk (fsync), so no arm leaves the
 disk something to write for the next one. The arms take turns. The stall is the duration of the
 call; it is compared with the stall of `torch.save` in the same round. The first save of each arm is
 reported separately, because it allocates memory. Other work meanwhile is the slowdown of a loop of
@@ -19,9 +19,10 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from harness import Results, compare, restart, run
@@ -29,11 +30,32 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from hpctrain.tools.bench.checkpoint import BASE, OURS, Save, Saves, timed
+from hpctrain.checkpoint import Writer
+from hpctrain.rundir import RunDirectory
 from hpctrain.tools.bench.measure import summary, take_turns
 
-TARGETS = {OURS: {"ratio": "≤ 0.1"}}
+# Starts to save, and returns a function that waits until all is on the disk.
+Save = Callable[[], Callable[[], Any]]
+
+BASE, OURS = "torch.save, fsync", "hpctrain"
 DCP, ASYNC = "distributed checkpoint", "the same, async_save"
+TARGETS = {OURS: {"ratio": "≤ 0.1"}}
+TENSORS = 160  # about the number of weight tensors of ResNet-50
+
+
+def make_state(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return a state of weights and momenta, each with `TENSORS` tensors of a shape."""
+    names = [f"layer{number}.weight" for number in range(TENSORS)]
+    weights, momenta = ({name: torch.full(shape, 0.1) for name in names} for _ in range(2))
+    return {"model": weights, "optimizer": {"momentum": momenta}}
+
+
+def write(path: Path, save: Callable[[BinaryIO], Any]) -> None:
+    """Write a file by a function until it is on the disk."""
+    with open(path, "wb") as file:
+        save(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def stager() -> DefaultStager:
@@ -42,12 +64,31 @@ def stager() -> DefaultStager:
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
-class MoreSaves(Saves):
-    """Those of `hpctrain bench`, and torch's distributed checkpoint."""
+class Saves:
+    """Ways to save a state: weights and momenta, each with half of the bytes.
+
+    Args:
+        folder: separate folder on the file system to measure.
+        size: bytes of the state.
+    """
 
     def __init__(self, folder: Path, size: int) -> None:
-        super().__init__(folder, size, torch.device("cpu"))
+        self.folder = folder
+        self.state = make_state((max(size // 4 // 2 // TENSORS, 1),))
+        self._writer = Writer(RunDirectory(folder / "run"), keep=1)
+        self._step = 0
         self._stager = stager()
+
+    def by_torch(self) -> Callable[[], Any]:
+        """Save with torch.save, as the baseline; training waits for all of it."""
+        write(self.folder / "state.pt", partial(torch.save, self.state))
+        return lambda: None
+
+    def ours(self) -> Callable[[], Any]:
+        """Save in the background with hpctrain; training waits only for a copy."""
+        self._step += 1
+        self._writer.save(self._step, self.state, {})
+        return self._writer.wait
 
     def by_dcp(self) -> Any:
         """Save with torch's distributed checkpoint, which syncs its files by default."""
@@ -60,10 +101,14 @@ class MoreSaves(Saves):
         return dcp.async_save(self.state, checkpoint_id=place, async_stager=self._stager).result
 
     def clear(self) -> None:
-        """Remove all files but those of hpctrain."""
-        super().clear()
+        """Remove all files but those of hpctrain, which keeps one checkpoint."""
+        (self.folder / "state.pt").unlink(missing_ok=True)
         for name in ("dcp", "async"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._writer.close()
 
 
 def resident(field: str) -> int:
@@ -74,17 +119,21 @@ def resident(field: str) -> int:
     raise OSError(field)
 
 
-def stall(saves: MoreSaves, save: Save) -> dict[str, float]:
+def stall(saves: Saves, save: Save) -> dict[str, float]:
     """Save once; return the seconds of the call and of the whole save, and the extra memory."""
     saves.clear()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    pause, whole = timed(save)
+    begin = time.perf_counter()
+    wait = save()
+    pause = time.perf_counter() - begin
+    wait()
+    whole = time.perf_counter() - begin
     memory = resident("VmHWM") - before
     return {"stall_s": pause, "whole_s": whole, "memory_mb": memory / 1e6}
 
 
-def slowdown(saves: MoreSaves, save: Save, threads: int) -> float:
+def slowdown(saves: Saves, save: Save, threads: int) -> float:
     """Return the time of a product during a save, relative to one just after it."""
     saves.clear()
     torch.set_num_threads(threads)
@@ -108,7 +157,7 @@ def rank(arguments: argparse.Namespace) -> Results:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        saves = MoreSaves(Path(folder), arguments.megabytes[0] * 10**6)
+        saves = Saves(Path(folder), arguments.megabytes[0] * 10**6)
         ways: dict[str, Save] = {
             BASE: saves.by_torch,
             OURS: saves.ours,

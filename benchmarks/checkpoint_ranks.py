@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import OPTIONS, stager
+from checkpoint import OPTIONS, TENSORS, make_state, stager, write
 from harness import Results, compare, restart, run
 from torch import distributed
 from torch.distributed import checkpoint as dcp
@@ -29,7 +29,6 @@ import hpctrain
 from hpctrain.backends.extent import Extent
 from hpctrain.checkpoint import Team, Writer, open_checkpoint, process_name
 from hpctrain.rundir import RunDirectory
-from hpctrain.tools.bench.checkpoint import TENSORS, make_state, write
 from hpctrain.tools.bench.measure import take_turns
 
 RANKS = 4
@@ -51,7 +50,7 @@ class Saves:
     def __init__(self, session: hpctrain.Session, folder: Path, size: int) -> None:
         self._backend, self._folder = session.backend, folder
         shape = (RANKS, max(size // 4 // 2 // TENSORS // RANKS, 1))
-        self._state = make_state(shape, torch.device("cpu"))
+        self._state = make_state(shape)
         tensors = [*self._state["model"].values(), *self._state["optimizer"]["momentum"].values()]
         everyone = range(RANKS)
         self._extents = {id(tensor): Extent.whole(shape, everyone) for tensor in tensors}

@@ -14,8 +14,8 @@ All arms run in one process on one GPU. They take turns, a block of steps each:
   of torchvision also reads the loss and two accuracies from the device.
 
 The batches of these arms are on the GPU. `--data FOLDER`, a folder of real images, adds two arms
-with equally many workers: hpctrain's whole input from files, and torchvision's usual input (Pillow,
-floats from the workers) for the baseline. The target is 0.99 of the baseline. Without a GPU, a run
+with equally many workers: bytes from the workers as in examples/imagenet.py, and floats from the
+workers for the baseline. The target is 0.99 of the baseline. Without a GPU, a run
 only checks that the program works.
 """
 
@@ -35,7 +35,6 @@ from torch.nn.functional import cross_entropy
 from torchvision.transforms import v2
 
 import hpctrain
-from hpctrain import data
 from hpctrain.tools.bench.measure import take_turns
 from hpctrain.tools.bench.step import Batches, Step, by_hand, with_session
 from hpctrain.tools.bench.turns import timed
@@ -120,9 +119,14 @@ def forever(loader: Any) -> Batches:
 
 def files_hpctrain(session: hpctrain.Session, path: str, size: int) -> Batches:
     """Return batches from files, loaded as in examples/imagenet.py."""
-    crop = data.RandomResizedCrop(size)
-    train_set = data.ImageSet(data.image_source(path, "train"), crop)
-    return forever(session.loader(train_set, on_device=data.Normalize(MEAN, STD)))
+    crop = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+    train_set = torchvision.datasets.ImageFolder(os.path.join(path, "train"), crop)
+
+    def normalize(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images = v2.functional.to_dtype(batch[0], torch.float32, scale=True)
+        return v2.functional.normalize(images, list(MEAN), list(STD)), batch[1]
+
+    return forever(session.loader(train_set, on_device=normalize))
 
 
 def files_torchvision(session: hpctrain.Session, path: str, size: int, count: int) -> Batches:

@@ -4,7 +4,7 @@ For example, with the weights of ImageNet from torchvision:
 
     python -c 'import torch; from torchvision.models import resnet18
     torch.save(resnet18("DEFAULT").state_dict(), "resnet18.pt")'
-    python examples/finetune.py --init-from resnet18.pt --init-skip 'fc.*'
+    python examples/finetune.py --weights resnet18.pt
 """
 
 import torch
@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from torchvision import models
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 def options():
-    parser = hpctrain.options(recipe=True, description=__doc__.splitlines()[0])
-    parser.set_defaults(lr=0.02)
+    parser = hpctrain.options(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("options of this example").add_argument
+    add("--lr", type=float, default=0.02, metavar="X", help="rate of the head (%(default)s)")
     add(
         "--unfreeze-epoch", type=int, default=1, metavar="N", help="train all from it (%(default)s)"
     )
     text = "rate of the backbone, as a part of --lr (%(default)s)"
+    add("--weights", metavar="FILE", help="initial weights of a ResNet-18, without its head")
     add("--backbone-rate", type=float, default=0.1, metavar="X", help=text)
     return parser
 
@@ -35,7 +36,7 @@ def enlarge(batch):
 
 def evaluate(session, model, loader, classes):
     scores = session.classification(classes)
-    with torch.no_grad(), session.autocast(), session.averaged_weights():
+    with torch.no_grad(), session.autocast():
         for images, targets in loader:
             scores.update(model(images), targets)
     return scores.compute()
@@ -44,7 +45,7 @@ def evaluate(session, model, loader, classes):
 def main():
     args = options().parse_args()
     with hpctrain.Session(args) as session:
-        train_set, test_set = load(args.data, args.download)
+        train_set, test_set = digits()
         train_loader = session.loader(train_set, on_device=enlarge)
         test_loader = session.loader(test_set, train=False, on_device=enlarge)
 
@@ -56,6 +57,8 @@ def main():
         slow = {"params": backbone, "lr": args.lr * args.backbone_rate}
         optimizer = torch.optim.SGD([{"params": head}, slow], lr=args.lr, momentum=0.9)
         model, optimizer = session.prepare(model, optimizer)
+        if args.weights:
+            session.load_weights(model, args.weights, skip=["fc.*"])
 
         with session.run() as run:
             for epoch in run.epochs(2):

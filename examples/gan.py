@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 LATENT = 64  # numbers behind an image
 
@@ -13,9 +13,6 @@ LATENT = 64  # numbers behind an image
 def options():
     parser = hpctrain.options(description=__doc__)
     group = parser.add_argument_group("options of this example")
-    group.add_argument(
-        "--data", default="digits", metavar="PATH|NAME", help="as in mnist.py (%(default)s)"
-    )
     group.add_argument("--lr", type=float, default=1e-3, metavar="X", help="(%(default)s)")
     return parser
 
@@ -71,7 +68,7 @@ def save_images(path, images):
 def main():
     args = options().parse_args()
     with hpctrain.Session(args) as session:
-        train_set, _ = load(args.data)
+        train_set, _ = digits()
         loader = session.loader(train_set)
         generator = generator_of(*train_set.size)
         discriminator = discriminator_of(*train_set.size)

@@ -1,21 +1,29 @@
 """A small GPT that learns to continue a text, character by character."""
 
+import math
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import hpctrain
 
 
 def options():
-    parser = hpctrain.options(recipe=True, description=__doc__)
+    parser = hpctrain.options(description=__doc__)
     # The errors that hpctrain explains are the default text, which is there without a download.
     text = Path(hpctrain.__file__).with_name("errors") / "codes.toml"
-    parser.set_defaults(data=str(text), lr=1e-2, decay="weights")
-    parser.set_defaults(lr_warmup_steps=20, lr_schedule="cosine", lr_min=1e-3, clip_norm=1.0)
     group = parser.add_argument_group("options of this example")
+    about = "text file, or folder of .md and .txt files (the errors of hpctrain)"
+    group.add_argument("--data", default=str(text), metavar="PATH", help=about)
+    group.add_argument("--lr", type=float, default=1e-2, metavar="X", help="(%(default)s)")
+    about = "steps in which the learning rate grows (%(default)s)"
+    group.add_argument("--warmup", type=int, default=20, metavar="STEPS", help=about)
+    about = "learning rate at the end (%(default)s)"
+    group.add_argument("--lr-end", type=float, default=1e-3, metavar="X", help=about)
     group.add_argument(
         "--context", type=int, default=32, metavar="N", help="characters it sees (%(default)s)"
     )
@@ -32,27 +40,61 @@ def read(path):
     return "\n".join(file.read_text() for file in files)
 
 
+class Block(nn.Module):
+    """Attention of each character to those before it, and a perceptron."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # Linear layers, as a whole nn.MultiheadAttention is out of reach of fp8.
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, features):
+        normal = self.norm1(features)
+        q, k, v = (
+            layer(normal).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        features = features + self.out(mixed.transpose(1, 2).flatten(2))
+        return features + self.perceptron(self.norm2(features))
+
+
 class GPT(nn.Module):
     def __init__(self, characters, context, width=64, layers=2):
         super().__init__()
         self.character = nn.Embedding(characters, width)
         self.place = nn.Embedding(context, width)
-        heads = max(4, width // 64)
-        sizes = {"d_model": width, "nhead": heads, "dim_feedforward": 4 * width, "dropout": 0.0}
-        kind = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(**sizes, **kind) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(Block(width, max(4, width // 64)) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, characters)
 
     def forward(self, tokens):
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        later = places > places[:, None]  # no character sees those behind it
         features = self.character(tokens) + self.place(places)
         for layer in self.layers:
-            features = layer(features, src_mask=later, is_causal=True)
+            features = layer(features)
         return self.head(self.norm(features))
+
+
+def optimizer_of(model, lr):
+    """Return AdamW, with weight decay for matrices alone: not for norms and biases."""
+    some = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": some, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr)
+
+
+def rate(step, warmup, steps, end):
+    """Return the factor of the learning rate: up in a line, then down to `end` in half a cosine."""
+    if step < warmup:
+        return (step + 1) / warmup
+    part = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return end + (1 - end) * (1 + math.cos(math.pi * part)) / 2
 
 
 def draw(session, tokens, context, generator):
@@ -95,7 +137,7 @@ def continued(session, model, tokens, context, generator):
 
 def main():
     args = options().parse_args()
-    with hpctrain.Session(args) as session:
+    with hpctrain.Session(args, clip_norm=1.0) as session:
         text = read(args.data)
         characters = sorted(set(text))
         tokens = torch.tensor([characters.index(one) for one in text], device=session.device)
@@ -103,16 +145,20 @@ def main():
         size = args.context + 1
         test_loader = session.loader(test.unfold(0, size, size).cpu(), train=False)
         model = GPT(len(characters), args.context, args.width, args.layers)
-        optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1)
-        model, optimizer = session.prepare(model, optimizer)
+        model, optimizer = session.prepare(model, optimizer_of(model, args.lr))
+        steps = args.max_steps or 200
+        sizes = {"warmup": args.warmup, "steps": steps, "end": args.lr_end / args.lr}
+        schedule = LambdaLR(optimizer, partial(rate, **sizes))
         generator = torch.Generator().manual_seed(session.options.seed)
 
-        with session.run(state={"generator": generator}) as run:
-            for _ in run.steps(200):
+        with session.run(state={"generator": generator, "schedule": schedule}) as run:
+            for _ in run.steps(steps):
                 pieces = draw(session, train, args.context, generator)
                 with session.autocast():
                     loss = loss_of(model, pieces)
                 ended = session.step(loss)  # False while micro-batches accumulate
+                if session.sync_gradients:
+                    schedule.step()
                 run.log(loss=loss)
                 if ended and run.step % args.eval_every == 0:
                     run.log(eval_loss=evaluate(session, model, test_loader))

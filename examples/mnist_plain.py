@@ -7,17 +7,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hpctrain.data import load
+from hpctrain.data import digits
+
+
+def load(name):
+    """Return the training set and the test set."""
+    if name == "digits":
+        return digits()
+    from torchvision import datasets
+    from torchvision.transforms.functional import to_tensor
+
+    if name == "synthetic":
+        return [datasets.FakeData(size, (1, 28, 28), 10, to_tensor) for size in (4096, 1024)]
+    return [datasets.FashionMNIST(name, train, to_tensor) for train in (True, False)]
 
 
 class Net(nn.Module):
-    def __init__(self, height, width, classes):
+    def __init__(self, height, width):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 16, 5, padding=2)
         self.norm1 = nn.BatchNorm2d(16)
         self.conv2 = nn.Conv2d(16, 32, 5, padding=2)
         self.norm2 = nn.BatchNorm2d(32)
-        self.linear = nn.Linear((height // 4) * (width // 4) * 32, classes)
+        self.linear = nn.Linear((height // 4) * (width // 4) * 32, 10)
 
     def forward(self, images):
         images = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
@@ -39,8 +51,8 @@ def evaluate(model, loader, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="digits")
-    parser.add_argument("--download", action="store_true")
+    text = "digits, synthetic, or the folder of torchvision's Fashion-MNIST (%(default)s)"
+    parser.add_argument("--data", default="digits", help=text)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -49,10 +61,10 @@ def main():
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    train_set, test_set = load(args.data, args.download)
+    train_set, test_set = load(args.data)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True)
     test_loader = DataLoader(test_set, 256)
-    model = Net(*train_set.size, train_set.classes).to(device)
+    model = Net(*train_set[0][0].shape[1:]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     for epoch in range(args.epochs):

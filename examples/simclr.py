@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class TwoViews(Dataset):
@@ -88,9 +88,12 @@ def evaluate(session, model, train_loader, test_loader, classes):
 
 
 def main():
-    args = hpctrain.options(recipe=True, description=__doc__).parse_args()
+    parser = hpctrain.options(description=__doc__)
+    text = "learning rate (%(default)s)"
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help=text)
+    args = parser.parse_args()
     with hpctrain.Session(args) as session:
-        train_set, test_set = load(args.data, args.download)
+        train_set, test_set = digits()
         train_loader = session.loader(TwoViews(train_set))
         probe_loader = session.loader(train_set, train=False)
         test_loader = session.loader(test_set, train=False)

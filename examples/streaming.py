@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader
@@ -35,7 +35,7 @@ def write(folder, files=16):
         return
     part = folder.with_name(f".{folder.name}.part")  # renamed when it is whole
     part.mkdir(parents=True, exist_ok=True)
-    rows = [torch.cat([one.targets[:, None], one.images.flatten(1)], 1) for one in load("digits")]
+    rows = [torch.cat([one.targets[:, None], one.images.flatten(1)], 1) for one in digits()]
     cuts = [len(rows[0]) * number**2 // files**2 for number in range(1, files)]
     names = [*(f"train-{number:02d}.csv" for number in range(files)), "test.csv"]
     for name, lines in zip(names, [*rows[0].tensor_split(cuts), rows[1]], strict=True):

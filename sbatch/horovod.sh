@@ -36,5 +36,5 @@ trap '' USR2 # until hpctrain run handles it
 [ ! -r .venv/bin/activate ] || . .venv/bin/activate
 
 exec hpctrain run --elastic examples/mnist.py --elastic \
-    --data fashion-mnist --global-batch 240 --lr 0.002 \
-    --epochs 2 --checkpoint-every 50 --backend horovod "$@"
+    --data digits --global-batch 240 --lr 0.003 --epochs 20 \
+    --checkpoint-every 50 --backend horovod "$@"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains ResNet-50 on ImageNet on two hosts with four GPUs each. The recipe's values are published
 # ones, but it was never run to its end: tests take one epoch of a small model over photographs, on
-# CPUs. From the top of the repository, with the images or shards of docs/imagenet.md in
+# CPUs. From the top of the repository, with the images of docs/imagenet.md in
 # data/imagenet:
 #
 #     sbatch sbatch/imagenet.sh

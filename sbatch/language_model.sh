@@ -31,4 +31,4 @@ trap '' USR2 # until hpctrain run handles it
 
 exec hpctrain run examples/language_model.py --backend fsdp \
     --precision bf16 --context 256 --width 768 --layers 12 \
-    --lr 3e-4 --lr-min 3e-5 --lr-warmup-steps 100 --max-steps 2000 "$@"
+    --lr 3e-4 --lr-end 3e-5 --warmup 100 --max-steps 2000 "$@"

@@ -30,5 +30,4 @@ trap '' USR2 # until hpctrain run handles it
 [ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
 [ ! -r .venv/bin/activate ] || . .venv/bin/activate
 
-exec hpctrain run examples/mnist.py --data fashion-mnist \
-    --global-batch 256 --lr 0.002 --epochs 2 "$@"
+exec hpctrain run examples/mnist.py --data digits --global-batch 64 --lr 0.003 --epochs 20 "$@"

@@ -30,7 +30,6 @@ sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 PARTS = {
     "accelerate": "pip install accelerate",
     "browser": "apt-get install chromium-headless-shell",
-    "fashion-mnist": "apt-get install dataset-fashion-mnist",
     "gpu": "a machine with an NVIDIA GPU and its driver",
     "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
     "lightning_fabric": "pip install lightning-fabric",
@@ -270,14 +269,6 @@ def browser(lacking):
         yield one
 
 
-@pytest.fixture(scope="session")
-def fashion_mnist(lacking):
-    folder = Path("/usr/share/datasets/fashion-mnist")
-    if not folder.is_dir():
-        lacking("fashion-mnist", f"no folder {folder}")
-    return folder
-
-
 def scrubbed_environ():
     names = (name for name in os.environ if not name.startswith("HPCTRAIN_"))
     environ = env_vars.scrubbed({name: os.environ[name] for name in names})
@@ -327,12 +318,14 @@ def listening_sockets(sockets):
 
 @pytest.fixture(autouse=True)
 def no_leaks(request, tmp_path, monkeypatch):
-    """Unset launchers' variables; check that a test leaves no variable, process, thread or port."""
+    """Unset launchers' variables, hide a Slurm; check that a test leaves no process or thread."""
     clean = scrubbed_environ()
     for name in set(os.environ) - set(clean):
         monkeypatch.delenv(name)
     if Path("/dev/nvidiactl").exists() and not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests use ranks on CPUs
+    # Only the tests with the fixture `cluster` use a Slurm: not one that this machine may have.
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
     before = dict(os.environ), child_processes(), socket_inodes(), set(threading.enumerate())

@@ -84,7 +84,7 @@ elif [ -z "$python" ]; then
     set_up test
     python=.venv/bin/python
     if [ "$tier" != gpu ]; then
-        packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck)
+        packages=(slurm-wlm munge iproute2 shellcheck)
         packages+=(openmpi-bin mpich libpmix-dev)
         packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
         packages+=(environment-modules) # a cluster's `module load`

@@ -45,7 +45,6 @@ CHARTS = {
         ("hpctrain", "Lightning Fabric", "accelerate"),
     ),
     "start": Chart("first_allreduce", "s", "seconds to the first all-reduce; less is better"),
-    "input": Chart("input", "images_per_s", "images/s of one thread; more is better", "crops"),
     "save": Chart("checkpoint", "stall_s", "seconds a save of 1 GB stops training", "1000 MB"),
     "imagenet": Chart(
         "imagenet", "ratio", "ResNet-50, images/s, × the loop by hand; more is better", "in memory"

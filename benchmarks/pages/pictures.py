@@ -20,9 +20,7 @@ TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP / "tests" / "support"))
 
 IMAGES = TOP / "docs" / "images"
-COMMAND = (
-    "hpctrain run --nproc-per-node 2 examples/mnist.py --lr 0.003 --lr-schedule cosine --epochs 5"
-)
+COMMAND = "hpctrain run --nproc-per-node 2 examples/mnist.py --lr 0.003 --epochs 5"
 COLUMNS, LINES = 120, 40
 WIDTH = 1280  # of the report, in pixels; it ends below the first figures
 # In rich's pictures: fonts of another server, and a frame that nobody sees on a white page.

@@ -10,7 +10,7 @@ from typing import Any
 from measure import named, outcomes
 from suite import BENCHMARKS
 
-from hpctrain.errors.codes import CODES
+from hpctrain.errors.codes import codes
 from hpctrain.tools.bench.measure import arms, describe, rows
 
 __all__ = ["TABLES", "Table"]
@@ -304,9 +304,10 @@ def errors(top: Path) -> str:
     """Make the table of the codes of errors, from `hpctrain.errors.codes`."""
     del top
     rows = [
-        (name, code.meaning, "<br>".join(code.causes), code.fix) for name, code in CODES.items()
+        (name, code.meaning, "<br>".join(code.causes), "<br>".join(code.fixes))
+        for name, code in codes().items()
     ]
-    return _markdown(("code", "meaning", "usual causes", "fix"), rows)
+    return _markdown(("code", "meaning", "usual causes", "fixes"), rows)
 
 
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")

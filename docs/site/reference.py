@@ -17,6 +17,8 @@ TOP = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TOP))
 
 import hpctrain  # noqa: E402
+from hpctrain.arguments import Options  # noqa: E402
+from hpctrain.arguments.groups import GROUPS  # noqa: E402
 from hpctrain.cli import COMMANDS  # noqa: E402
 from hpctrain.jobs import JobSpec  # noqa: E402
 
@@ -24,8 +26,7 @@ from hpctrain.jobs import JobSpec  # noqa: E402
 PUBLIC = {
     "hpctrain": "What scripts and notebooks import.",
     "hpctrain.errors": "Errors. [errors.md](../../errors.md) lists their codes.",
-    "hpctrain.data": "Data sets, samplers and loaders. See [data.md](../../data.md).",
-    "hpctrain.optim": "Optimizers and schedules. See [training.md](../../training.md).",
+    "hpctrain.data": "Samplers, loaders, unreadable samples. See [data.md](../../data.md).",
     "hpctrain.jobs": "Jobs of Slurm. See [notebooks.md](../../notebooks.md).",
     "hpctrain.compat.apex.amp": "See [migrate.md](../../migrate.md).",
     "hpctrain.compat.apex.optimizers": "See [migrate.md](../../migrate.md).",
@@ -74,20 +75,24 @@ def command_line() -> str:
 
 def options() -> str:
     """Return the page of the training options."""
-    parser = hpctrain.options(recipe=True)
-    common = {flag for action in hpctrain.options()._actions for flag in action.option_strings}
+    parser = hpctrain.options()
     parts = [
         "# Options of a training script",
-        "`hpctrain.options()` returns a parser with the first options, and "
-        "`hpctrain.options(recipe=True)` one with all of them. Each is also a keyword of a "
-        "Session, with `_` in the place of `-`: `hpctrain.Session(run_dir=…)`.",
+        "`hpctrain.options()` returns a parser with these options. Each is also a keyword of a "
+        "Session, with `_` instead of `-`: `hpctrain.Session(run_dir=…)`.",
     ]
     actions = [action for action in parser._actions if action.dest != "help" and shown(action)]
-    for title, group in (
-        ("Of all scripts", [a for a in actions if common & {*a.option_strings}]),
-        ("With recipe=True", [a for a in actions if not common & {*a.option_strings}]),
-    ):
-        parts += [f"## {title}", *(entry(parser, action) for action in group)]
+    parts += [entry(parser, action) for action in actions]
+    parts += ["## Keywords alone", "These options are not on the command line."]
+    for field in dataclasses.fields(Options):
+        if field.metadata["only_keyword"]:
+            about = plain(field.metadata["help"])
+            parts.append(f"`{field.name}`\n\n:   {about}. Default `{field.default!r}`.")
+    for name, group in GROUPS.items():
+        parts += [f"## Settings of `--{name}`", plain(group.help)]
+        for field in group.fields.values():
+            about = plain(field.metadata["help"])
+            parts.append(f"`{field.name}`\n\n:   {about}. Default `{field.default!r}`.")
     return "\n\n".join(parts)
 
 

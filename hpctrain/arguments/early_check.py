@@ -7,7 +7,7 @@ from typing import NoReturn
 from hpctrain import backends
 from hpctrain.arguments import add_options
 from hpctrain.arguments.batches import plan_batches
-from hpctrain.arguments.recipe import Parser
+from hpctrain.arguments.parser import Parser
 from hpctrain.arguments.table import Options
 
 __all__ = ["check"]
@@ -19,28 +19,21 @@ def check(
     script: str,
     words: Sequence[str],
     own: Collection[str],
-    recipe: bool,
     ranks: int | None,
-    complete: bool,
 ) -> None:
-    """Refuse training options with which a script cannot train; leave its own options alone.
+    """Reject training options with which a script cannot train; ignore the script's own options.
 
     Args:
         script: path of the script.
         words: its command line.
         own: names that the script may set itself. Nothing is concluded from these options.
-        recipe: whether the script has all training options, by `hpctrain.options(recipe=True)`.
         ranks: number of ranks; None if it is not certain.
-        complete: whether nothing makes further files before the script starts.
 
     Raises:
-        UsageError: an option or a value of a recipe is invalid, or contradicts another one.
+        UsageError: an option is invalid, or contradicts another one.
     """
     parser = _TableParser(allow_abbrev=False, add_help=False, prog=os.path.basename(script))
-    add_options(parser, recipe)
-    file = parser.recipe_of(words)
-    if file and not os.path.exists(file) and (os.path.isabs(file) or not complete):
-        return
+    add_options(parser)
     given = vars(parser.parse_known_args(words)[0])
     chosen = Options.of({name: value for name, value in given.items() if name not in own}, {})
     if ranks is None:
@@ -57,6 +50,3 @@ class _TableParser(Parser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise self.refusal(message)
-
-    def refuse_unknown(self, path: str, name: str, known: Collection[str]) -> None:
-        """Accept the name, as it may be that of an option of the script."""

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 
-__all__ = ["Number", "check", "common", "flag", "option"]
+__all__ = ["Number", "check", "expected_instead", "flag", "option", "shown"]
 
 
 def flag(name: str) -> str:
@@ -19,13 +18,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def shown(field: Any) -> str:
+    """Return the name of a field of `Options` in messages: its option, else its keyword."""
+    return f"{field.name}=" if field.metadata["only_keyword"] else flag(field.name)
+
+
 def option(
     default: Any,
     text: str,
     type: Any = str,
     *,
-    common: bool = False,
-    parsed: Any = None,
+    only_keyword: bool = False,
     **more: Any,
 ) -> Any:  # typed as the field's value, as `dataclasses.field` is
     """Return a field of `Options`, with its option on the command line.
@@ -35,13 +38,10 @@ def option(
         text: help text.
         type: type of the value, for argparse and for keyword arguments; bool for a switch, which
             a default of True or False makes it as well.
-        common: whether `hpctrain.options()` has the option; if not, only
-            `hpctrain.options(recipe=True)` has it.
-        parsed: value that a command line without the option has (default: `default`).
+        only_keyword: whether the option is a keyword of a Session alone.
         more: more arguments for argparse.
     """
-    parsed = default if parsed is None else parsed
-    spec = {"help": text, "common": common, "default": parsed}
+    spec = {"help": text, "only_keyword": only_keyword, "default": default}
     if default is False:
         spec["action"] = "store_true"
     elif default is True or type is bool:
@@ -51,9 +51,6 @@ def option(
     if isinstance(type, Number):
         spec["metavar"] = type.metavar
     return dataclasses.field(default=default, metadata={**spec, **more})
-
-
-common = functools.partial(option, common=True)
 
 
 @dataclass(frozen=True)
@@ -100,24 +97,27 @@ def check(field: Any, value: Any) -> None:
     Raises:
         UsageError: the command line would refuse it.
     """
-    spec = field.metadata
-    choices = spec.get("choices")
-    if choices and value not in choices:
-        near = nearest(str(value), choices) or choices[0]
-        raise _refused(field, value, f"one of {', '.join(choices)}", f"{flag(field.name)} {near}")
-    if value is None and field.default is None:
+    expected = expected_instead(field, value)
+    if not expected:
         return
-    kind = spec.get("type")
+    name, choices = shown(field), field.metadata.get("choices")
+    found = f"{name}{'' if name.endswith('=') else ' '}"
+    if choices:
+        near = nearest(str(value), choices) or choices[0]
+        raise UsageError("HT501", f"{found}{value}", expected, f"{name} {near}")
+    raise UsageError("HT501", f"{found}{value!r}", expected)
+
+
+def expected_instead(field: Any, value: Any) -> str:
+    """Return what a field accepts, if it does not accept this value; else nothing."""
+    spec = field.metadata
+    choices, kind = spec.get("choices"), spec.get("type")
+    if choices:
+        return "" if value in choices else f"one of {', '.join(choices)}"
+    if value is None and field.default is None:
+        return ""
     if isinstance(kind, Number) and not kind.accepts(value):
-        raise _refused(field, value, kind.expected)
+        return kind.expected
     if "action" in spec and not isinstance(value, bool):
-        raise _refused(field, value, "True or False")
-    if kind is str and not isinstance(value, str):
-        raise _refused(field, value, "text")
-
-
-def _refused(field: Any, value: Any, expected: str, fix: str = "") -> UsageError:
-    name = flag(field.name)
-    other = f"another name for an option of the script that is not hpctrain's {name}"
-    found = f"{name} {value if fix else repr(value)}"
-    return UsageError("HT501", found, expected, fix, "" if field.metadata["common"] else other)
+        return "True or False"
+    return "text" if kind is str and not isinstance(value, str) else ""

@@ -17,9 +17,10 @@ def find_blocks(model: nn.Module, names: str | None) -> list[nn.Module]:
 
     Args:
         model: model as the script created it.
-        names: names of their classes, with commas. Without them, the blocks are what a container
-            (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) has at least twice of one class, as
-            the layers of a transformer or the residual blocks of a stage; the outermost ones count.
+        names: names of their classes, with + between them. Without them, the blocks are what a
+            container (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) has at least twice of one
+            class, as the layers of a transformer or the residual blocks of a stage; the outermost
+            ones count.
 
     Returns:
         The blocks; empty if the model repeats no part, so that it is one block as a whole.
@@ -29,17 +30,17 @@ def find_blocks(model: nn.Module, names: str | None) -> list[nn.Module]:
     """
     if names is None:
         return list(_repeated(model))
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = [name.strip() for name in names.split("+") if name.strip()]
     there = {type(module).__name__ for module in model.modules()}
     missing = [name for name in wanted if name not in there]
     if missing or not wanted:
         own = sorted(there - {kind.__name__ for kind in _CONTAINERS} - {type(model).__name__})
         raise UsageError(
             "HT319",
-            f"--fsdp-blocks {names}, and the {type(model).__name__} has no "
+            f"--fsdp blocks={names}, and the {type(model).__name__} has no "
             f"{missing[0] if missing else 'such module'}",
             f"classes of its modules, such as {', '.join(own[:_SHOWN])}",
-            "leave --fsdp-blocks out",
+            "remove blocks from --fsdp",
         )
     return [module for module in model.modules() if type(module).__name__ in wanted]
 

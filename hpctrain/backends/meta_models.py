@@ -1,9 +1,14 @@
 """Models that were made on the meta device: with shapes and types, and without memory."""
 
-import torch
-from torch import nn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["allocate", "on_meta"]
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+
+__all__ = ["Unfilled", "allocate", "on_meta"]
 
 
 def on_meta(model: nn.Module) -> list[str]:
@@ -32,3 +37,58 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
         if not before.is_meta:
             with torch.no_grad():
                 tensor.copy_(before)
+
+
+class Unfilled:
+    """Tensors of a model that have memory, and no values yet; until then it computes nothing.
+
+    Args:
+        model: model with memory.
+        names: names of the parameters and buffers without values.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._model, self._names = model, list(names)
+        # A script may call a part of the model.
+        self._hooks = [module.register_forward_pre_hook(self.refuse) for module in model.modules()]
+
+    def fill(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Count tensors of the model, or of a part of it, as filled."""
+        tensors = _tensors(module)
+        filled = {id(tensors[name]) for name in names if name in tensors}
+        own = _tensors(self._model)
+        self._names = [name for name in self._names if id(own[name]) not in filled]
+        if not self._names:
+            self.close()
+
+    def close(self) -> None:
+        """Count all tensors as filled."""
+        self._names.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    def refuse(self, *_: Any) -> None:
+        """Check that all tensors have values.
+
+        Raises:
+            UsageError: one has none.
+        """
+        if self._names:
+            more, kind = len(self._names) - 1, type(self._model).__name__.removeprefix("FSDP")
+            raise UsageError(
+                "HT624",
+                f"{self._names[0]}{f' and {more} more tensors' * (more > 0)} of the "
+                f"{kind}, which was made on the meta device, have no values",
+                "values for all of them, before the run and the first forward pass",
+                "session.load_weights(model, FILE), after model = session.prepare(model)",
+                "--resume, if the run directory has a checkpoint",
+                "the model on the CPU",
+            )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers by each of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

@@ -18,7 +18,7 @@ class BackendSettings:
         deterministic: whether repeated runs have to be bit-equal.
         loss_scaled: whether a loss scale may skip steps, which all ranks then have to skip alike.
         precision: name of the precision.
-        own: options of this backend alone, by name without the prefix of the backend.
+        own: options of this backend alone, by name.
     """
 
     timeout: float

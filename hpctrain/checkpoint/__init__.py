@@ -17,15 +17,16 @@ from hpctrain.checkpoint.folder import process_name
 from hpctrain.checkpoint.loading import open_checkpoint, places, refuse_damaged
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.checkpoint.stored import Stored
-from hpctrain.checkpoint.weights import Weight, check_weights, covering, fill_weights
+from hpctrain.checkpoint.weight_files import Source, Weight
+from hpctrain.checkpoint.weights import covering, fill_weights
 from hpctrain.checkpoint.writer import Writer
 
 __all__ = [
+    "Source",
     "Stored",
     "Team",
     "Weight",
     "Writer",
-    "check_weights",
     "covering",
     "export",
     "fill_weights",

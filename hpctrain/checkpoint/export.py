@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.checkpoint import dcp
 from hpctrain.checkpoint.durable_files import sync
 from hpctrain.checkpoint.loading import (
     Opened,
@@ -45,9 +44,7 @@ def export(
     *,
     step: int | None = None,
     best: str | None = None,
-    ema: bool = False,
     file_bytes: int = _BYTES_OF_A_FILE,
-    as_dcp: bool = False,
 ) -> int:
     """Write the weights and buffers of a checkpoint, completely or not at all.
 
@@ -61,22 +58,17 @@ def export(
             in memory at a time.
         step: step of the checkpoint (default: newest complete one).
         best: name of a metric; selects the checkpoint with its best value instead of `step`.
-        ema: whether to write the averages of `--ema` in place of the weights.
         file_bytes: bytes of the tensors in a file of a folder; a larger tensor has its own.
-        as_dcp: whether to write a folder of torch.distributed.checkpoint, with all weights in
-            memory.
 
     Returns:
         Step of the checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        UsageError: safetensors is not installed, there are no averages, or the target cannot be
-            written.
+        UsageError: safetensors is not installed, or the target cannot be written.
     """
-    if not as_dcp:
-        import_safetensors()
-    one = target.suffix == SUFFIX and not as_dcp
+    import_safetensors()
+    one = target.suffix == SUFFIX
     if not one and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
             "HT712",
@@ -84,8 +76,8 @@ def export(
             f"a name that ends in {SUFFIX}, or a new folder for several files",
             f"rm -r {target}",
         )
-    step, opened = _find(directory, step, best, ema)
-    weights, others = _named(opened.state, ema, directory)
+    step, opened = _find(directory, step, best)
+    weights, others = _named(opened.state)
     run = directory.read(directory.identity) or {}
     metadata = {"format": "pt", "step": str(step), "run": str(run.get("name", directory.path.name))}
     if text := frozen(directory, step):
@@ -96,10 +88,7 @@ def export(
             _write(temporary, opened, weights, metadata | others)
         else:
             temporary.mkdir()
-            if as_dcp:
-                dcp.save(temporary, opened.tensors(weights))
-            else:
-                _write_folder(temporary, opened, weights, metadata, others, file_bytes)
+            _write_folder(temporary, opened, weights, metadata, others, file_bytes)
             if target.is_dir():
                 target.rmdir()  # empty
         temporary.replace(target)
@@ -213,11 +202,9 @@ def frozen(directory: RunDirectory, step: int, most: int | None = None) -> str:
     return f"{entry['count']} of {entry['of']} parameters: {', '.join([*names[:most], *more])}"
 
 
-def _find(
-    directory: RunDirectory, step: int | None, best: str | None, ema: bool
-) -> tuple[int, Opened]:
-    """Return the step and the required parts of the selected checkpoint."""
-    parts = {"model", "ema"} if ema else {"model"}
+def _find(directory: RunDirectory, step: int | None, best: str | None) -> tuple[int, Opened]:
+    """Return the step and the models of the selected checkpoint."""
+    parts = {"model"}
     found = places(directory)
     if best is not None:
         step = best_of(directory, best)
@@ -249,23 +236,13 @@ def _find(
     return newest
 
 
-def _named(
-    state: Mapping[str, Any], ema: bool, directory: RunDirectory
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _named(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return tensors by name, without shared memory, and the removed names of shared tensors."""
     models: Sequence[Mapping[str, Any]] = state["model"]
-    if ema and "ema" not in state:
-        raise UsageError(
-            "HT710",
-            f"the checkpoints of {directory.path} have no averages of the weights",
-            "a run with --ema",
-            "leave out --ema",
-        )
     weights: dict[str, Any] = {}
     others: dict[str, str] = {}
     first: dict[Any, str] = {}
     for number, model in enumerate(models):
-        averages = state["ema"]["averages"][number] if ema else {}
         prefix = f"model{number}." if len(models) > 1 else ""
         for name, value in model.items():
             if isinstance(value, Stored):
@@ -275,10 +252,9 @@ def _named(
             else:
                 logger.warning("%s is no tensor and is left out", prefix + name)
                 continue
-            # By the weights: the averages have one name of each, which is its first.
             stored = first.setdefault(where, prefix + name) if value.nbytes else prefix + name
             if stored != prefix + name:
                 others[prefix + name] = stored
             else:
-                weights[prefix + name] = averages.get(name, value)
+                weights[prefix + name] = value
     return weights, others

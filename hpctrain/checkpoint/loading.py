@@ -39,8 +39,6 @@ __all__ = [
 ]
 
 FORMAT = 4
-# In format 3, the file of a part has all of its tensors.
-_READABLE = (3, FORMAT)
 MANIFEST = "manifest.json"
 # No state needs more; hpctrain writes no manifest above these limits.
 _MOST_BYTES = 1 << 30
@@ -162,8 +160,6 @@ class Opened:
             for one in those
             if isinstance(one, Stored)
         }
-        if not stored:
-            return self.state  # format 3
         self._reader.read()
         values: dict[Any, Any] = {one: one.converted(memory) for one, memory in stored.items()}
         return {
@@ -197,16 +193,15 @@ def open_checkpoint(
         folder: folder of the checkpoint.
         step: required step of the checkpoint.
         parts: names of the parts to read, if they exist (default: all).
-        run: required value of `run` in the manifest (default: any).
+        run: required values in `run` of the manifest, which may have more (default: any).
 
     Raises:
         CheckpointError: the checkpoint has changed since it was written, or belongs to another run.
     """
     manifest = read_manifest(folder, step)
-    if run is not None and manifest.get("run") != run:
-        raise CheckpointError(
-            "HT708", f"{folder} is of another run, {manifest.get('run')}, not {run}"
-        )
+    recorded = manifest.get("run")
+    if run is not None and not (isinstance(recorded, dict) and run.items() <= recorded.items()):
+        raise CheckpointError("HT708", f"{folder} is of another run, {recorded}, not {run}")
     reader = DataReader(folder, manifest["files"])
     structures = {}
     for name, entry in manifest["files"].items():
@@ -221,7 +216,7 @@ def open_checkpoint(
                 file.seek(0)
                 value = torch.load(file, map_location="cpu", weights_only=True)
             structure, tensors = tensors_in(value)
-            for one in manifest.get("tensors", {}).get(part, ()):
+            for one in manifest["tensors"].get(part, ()):
                 tensors[one["number"]] = (
                     tensors[one["same"]] if "same" in one else Stored(reader, one)
                 )
@@ -271,8 +266,8 @@ def _check(manifest: Any, step: int) -> None:
     if not isinstance(manifest, dict):
         raise ValueError(f"a {type(manifest).__name__}")
     form = manifest.get("format")
-    if type(form) is not int or form not in _READABLE:
-        raise ValueError(f"format {form!r}, not {' or '.join(map(str, _READABLE))}")
+    if type(form) is not int or form != FORMAT:
+        raise ValueError(f"format {form!r}, not {FORMAT}")
     if manifest.get("sha256") != digest(manifest):
         raise ValueError("it has changed since it was written")
     if manifest.get("step") != step:
@@ -292,7 +287,7 @@ def _check(manifest: Any, step: int) -> None:
             and all(isinstance(sha256, str) and _HASH.match(sha256) for sha256 in hashes)
         ):
             raise ValueError(f"a file {name!r} with other hashes")
-    tensors = manifest.get("tensors", {})
+    tensors = manifest.get("tensors")
     if not isinstance(tensors, dict) or not all(isinstance(one, list) for one in tensors.values()):
         raise ValueError("no table of tensors")
     for table in tensors.values():

@@ -1,163 +1,134 @@
-"""Initial weights of a training, from a file or folder of hpctrain or another program.
+"""Initial weights of a model, from a file or folder of hpctrain or another program.
 
 Source for the formats: `torch.save(model.state_dict())`; the reference scripts of torchvision store
-it under "model", those of timm under "state_dict"; torch's DistributedDataParallel adds `module.`
-before each name; `export` describes the safetensors format, and folders of it; `dcp` those of
-torch.distributed.checkpoint.
+it under "model", those of timm under "state_dict", Lightning under "state_dict" with the name of an
+attribute before each name; torch's DistributedDataParallel adds `module.`, `torch.compile`
+`_orig_mod.`; `weight_files` reads the files.
 """
 
-import argparse
-import contextlib
 import fnmatch
 import glob
-import importlib
-import json
-import shlex
-import stat
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hpctrain.checkpoint import dcp
-from hpctrain.checkpoint.export import INDEX, SUFFIX, import_safetensors
-from hpctrain.cluster.texts import first_line
+from hpctrain.checkpoint.weight_files import Source, Weight, read_weights, unreadable
+from hpctrain.cluster.texts import listed
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
-from hpctrain.process.pytree import map_tensors
 
-__all__ = ["Weight", "check_weights", "covering", "fill_weights"]
+__all__ = ["covering", "fill_weights"]
 
-_MOST_NAMED = 3
-_FORMS = "a file or folder of hpctrain export, or of torch.save(model.state_dict(), FILE)"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weight:
-    """A weight in a file, which is read when it is needed.
-
-    Attributes:
-        shape: shape of the weight.
-        read: function that returns the rows of a slice; all of it for `...`.
-    """
-
-    shape: torch.Size
-    read: Callable[[Any], Tensor]
-
-
-def check_weights(path: Path) -> None:
-    """Check whether a file can be opened, before the rendezvous of the ranks.
-
-    Raises:
-        UsageError: the file cannot be opened, or the package to read it is missing.
-    """
-    try:
-        folder = stat.S_ISDIR(path.stat().st_mode)
-        if folder and (path / dcp.INDEX).exists():
-            return
-        if folder and not (path / INDEX).exists():
-            raise UsageError(
-                "HT713",
-                f"--init-from {path} is a folder without {INDEX} or {dcp.INDEX}",
-                _FORMS,
-                f"hpctrain export {path} FILE{SUFFIX}",
-            )
-        with (path / INDEX if folder else path).open("rb"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            "HT713",
-            f"--init-from {path}: {error.strerror}",
-            _FORMS,
-            "--init-from FILE",
-            "leave it out if the run continues from its own checkpoint",
-        ) from None
-    if folder or path.suffix in (SUFFIX, ".json"):
-        import_safetensors(f"--init-from {path}, but ")
+_MAX_NAMED = 3
+# Keys under which well-known training scripts save the weights.
+_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
 def fill_weights(
-    path: Path,
     model: nn.Module,
-    number: int,
+    source: Source,
+    *,
+    key: str | None = None,
+    prefix: str = "",
     skip: Sequence[str] = (),
     read: Callable[[Weight, Tensor], Tensor] = lambda weight, _: weight.read(...),
-) -> None:
-    """Load the weights and buffers in a file into a model; all of them or none.
+) -> dict[str, Tensor]:
+    """Load weights and buffers into a model; all of them or none.
 
     A name that the file lacks is filled if it shares its memory with one that the file has.
 
     Args:
-        path: file with the weights.
-        model: model as the script created it.
-        number: number of the model, from 0; a file may contain several models.
-        skip: patterns of names that stay as they are in the model, in the syntax of fnmatch.
+        model: model to fill.
+        source: file or folder, or weights by name.
+        key: key of the weights in the file (default: the weights themselves, or one of the keys
+            `model`, `state_dict`, `model_state_dict` and `module`).
+        prefix: start of the names in the file that belong to the model, and that the model's names
+            lack (default: what all names in the file start with).
+        skip: patterns of names that keep their values in the model, in the syntax of fnmatch.
         read: function of a weight in the file and of the model's tensor, which returns the tensor
-            to load, for models that are divided among the ranks.
+            to load, for models that are sharded over the ranks.
+
+    Returns:
+        The loaded values by name, as the file has them.
 
     Raises:
         UsageError: the file cannot be read, its names or shapes differ from the model's, or a
-            pattern fits no name.
+            pattern matches no name.
     """
+    label = "the mapping" if isinstance(source, Mapping) else str(source)
     own = {name: value for name, value in model.state_dict().items() if _is_data(value)}
-    content = _read(path)
-    found = _of_model(content, number, own.keys())
-    if found is None:
-        logger.warning(
-            "%s has no model %d; the model keeps the weights from the script", path, number
-        )
-        return
+    kind = type(model).__name__.removeprefix("FSDP")
+    found, place = _select(read_weights(source), own.keys(), label, key, prefix, kind)
     weights = {name: value for name, value in found.items() if _is_data(value)}
-    names = {*own, *weights}
-    unused = [pattern for pattern in skip if not fnmatch.filter(names, pattern)]
-    # Of several models, a pattern may be for another one.
-    if unused and _of_model(content, 1, ()) is None:
-        raise UsageError(
-            "HT714",
-            f"--init-skip {shlex.quote(unused[0])} fits no name of the model or of {path}",
-            f"patterns of names such as {next(iter(own), 'fc.weight')}",
-            "--init-skip 'fc.*'",
-        )
-    kept = {name for pattern in skip for name in fnmatch.filter(names, pattern)}
+    skipped = _skipped({*own, *weights}, [skip] if isinstance(skip, str) else skip, label)
+    _check(model, own, weights, skipped, label)
+    try:
+        loaded = {
+            name: read(value, own[name]) if name in own and _is_data(value) else value
+            for name, value in found.items()
+            if name not in skipped
+        }
+        model.load_state_dict(loaded, strict=False)
+    except Exception as error:  # of safetensors, whose errors have no common class
+        raise unreadable(label, source, error) from None
+    kept = sorted(skipped & own.keys())
+    logger.info(
+        "loaded the weights of %s%s%s",
+        label,
+        place,
+        f", except {listed(kept)}" if kept else "",
+    )
+    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+
+def _skipped(names: Collection[str], patterns: Sequence[str], label: str) -> set[str]:
+    """Return the names that match a pattern.
+
+    Raises:
+        UsageError: a pattern matches none.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(
+                "HT714",
+                f"skip={pattern!r} matches no name of the model or of {label}",
+                f"patterns of names such as {next(iter(names), 'fc.weight')}",
+                "skip=['fc.*']",
+            )
+    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+
+def _check(
+    model: nn.Module,
+    own: Mapping[str, Tensor],
+    weights: Mapping[str, Weight],
+    skipped: Collection[str],
+    label: str,
+) -> None:
+    """Check that a model's names and shapes are those of the file.
+
+    Raises:
+        UsageError: a name that is not skipped differs.
+    """
     wrong = _differences(model, own, weights)
-    left = {name: text for name, text in wrong.items() if name not in kept}
+    left = {name: text for name, text in wrong.items() if name not in skipped}
     if left:
-        texts, more = list(left.values()), len(left) - _MOST_NAMED
-        # Where most names differ, it is the file of another model.
-        line = ",".join([*skip, *covering(left.keys(), names)])
+        names = {*own, *weights}
+        texts, more = list(left.values()), len(left) - _MAX_NAMED
+        patterns = sorted({*skipped, *covering(left.keys(), names)})
         raise UsageError(
             "HT714",
-            f"{path} {'; '.join(texts[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else ""),
+            f"{label} {'; '.join(texts[:_MAX_NAMED])}" + (f"; and {more} more" * (more > 0)),
             "the names and shapes of model.state_dict()",
             "the file of such a model",
-            f"--init-skip {shlex.quote(line)}, to keep what the script made of them"
+            # Where most names differ, it is the file of another model.
+            f"skip={patterns}, to keep the values that the script gave them"
             if 2 * len(left) <= len(names)
             else "",
         )
-    loaded = {
-        name: read(value, own[name]) if name in own and _is_data(value) else value
-        for name, value in found.items()
-        if name not in kept
-    }
-    try:
-        model.load_state_dict(loaded, strict=False)
-    except (RuntimeError, OSError) as error:
-        raise _unreadable(path, error) from None
-    skipped = [name for name in own if name in kept]
-    more = len(skipped) - _MOST_NAMED
-    logger.info(
-        "model %d begins with the weights of %s%s",
-        number,
-        path,
-        f", but not {', '.join(skipped[:_MOST_NAMED])}" + (f" and {more} more" if more > 0 else "")
-        if skipped
-        else "",
-    )
 
 
 def _differences(
@@ -200,125 +171,91 @@ def _places(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> Any:
-    """Return the content of a file or folder, with a `Weight` for each tensor."""
-    try:
-        if (path / dcp.INDEX).exists():
-            return _read_dcp(path)
-        index = path / INDEX if path.is_dir() else path
-        if index.suffix == ".json":
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            found: dict[str, Any] = {}
-            for name in files:
-                if Path(name).name != name:
-                    raise ValueError(f"the file {name!r} in another folder")
-                found |= _read_safetensors(index.parent / name)
-            return found
-        if path.suffix == SUFFIX:
-            return _read_safetensors(path)
-        with torch.serialization.safe_globals(_plain_data()):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        return map_tensors(_in_memory, content)
-    except Exception as error:  # both raise errors of many types
-        raise _unreadable(path, error) from None
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    """Return the weights of a file by name."""
-    file = importlib.import_module("safetensors").safe_open(str(path), "pt")
-
-    def weight(name: str) -> Weight:
-        part = file.get_slice(name)
-        shape = torch.Size(part.get_shape())
-        return Weight(shape, lambda rows: file.get_tensor(name) if rows is ... else part[rows])
-
-    weights = {name: weight(name) for name in file.keys()}  # noqa: SIM118
-    # For weights with two names, the file has one and the metadata have the other name.
-    others = (file.metadata() or {}).items()
-    return weights | {name: weights[other] for name, other in others if other in weights}
-
-
-def _read_dcp(path: Path) -> dict[str, Any]:
-    """Return the weights of a folder of torch.distributed.checkpoint by name."""
-
-    def weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Weight:
-        return Weight(shape, lambda rows: dcp.load(path, name, shape, dtype)[rows])
-
-    return {name: weight(name, *entry) for name, entry in dcp.find(path).items()}
-
-
-def _in_memory(tensor: Tensor) -> Weight:
-    if tensor.is_meta:
-        raise ValueError(
-            "its tensors are in other files of a checkpoint; hpctrain export RUN_DIR FILE has all"
-        )
-    return Weight(tensor.shape, lambda rows: tensor if rows is ... else tensor[rows])
-
-
-def _unreadable(path: Path, error: Exception) -> UsageError:
-    return UsageError(
-        "HT713",
-        f"{path} cannot be read as weights: {_why(path, error)}",
-        _FORMS,
-        "--init-from FILE",
-    )
-
-
-def _plain_data() -> list[Any]:
-    """Return types that torchvision and timm save beside weights; creating them runs no code."""
-    kinds = [numpy.dtype(kind) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
-    scalar = kinds[0].type(0).__reduce__()[0]  # type: ignore[call-overload]
-    return [argparse.Namespace, scalar, numpy.dtype, *map(type, kinds)]
-
-
-def _why(path: Path, error: Exception) -> str:
-    """Return the reason why a file cannot be read, as one line."""
-    with contextlib.suppress(Exception), torch.serialization.safe_globals(_plain_data()):
-        if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-            return f"it needs {', '.join(sorted(refused)[:_MOST_NAMED])}, and may run its own code"
-    reason = first_line(error)
-    # torch's own message has many lines.
-    return (
-        "torch.save did not write it" if reason.startswith("Weights only load failed") else reason
-    )
-
-
-def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any] | None:
-    """Return the state of one model by the model's names; None if the file has fewer models.
+def _select(
+    content: Any, own: Collection[str], label: str, key: str | None, prefix: str, kind: str
+) -> tuple[dict[str, Any], str]:
+    """Return the state of a model by the model's names, and its place in the file in words.
 
     Args:
         content: content of the file.
-        number: number of the model, from 0.
         own: names of the model's weights and buffers.
+        label: name of the file.
+        key, prefix: as for `fill_weights`.
+        kind: class of the model.
+
+    Raises:
+        UsageError: the file has no such names, or several sets of them.
     """
-    if isinstance(content, Mapping):
-        inner = [content[key] for key in ("model", "state_dict") if key in content]
-        content = next((value for value in inner if isinstance(value, (Mapping, list))), content)
-    states = content if isinstance(content, list) else [content]  # checkpoints contain a list
-    models = [_named(state) for state in states] or [{}]
-    if number == 0 and not models[0].keys().isdisjoint(own):
-        return models[0]
-    if all(any(name.startswith(f"model{n}.") for name in models[0]) for n in (0, 1)):
-        return _below(f"model{number}.", models[0]) or None
-    if number >= len(models):
-        return None
-    # torch.distributed.checkpoint joins the names of nested states: model.fc.weight.
-    some = next(iter(own), "")
-    prefixes = [name.removesuffix(some) for name in models[number] if name.endswith(f".{some}")]
-    for prefix in ("module.", *prefixes):
-        within = _below(prefix, models[number])
-        if not within.keys().isdisjoint(own):
-            return within
-    return models[number]
+    states = {None: content, **content} if isinstance(content, Mapping) else {}
+    if key is None and not _prefixes(content, own):
+        fitting = [name for name in _KEYS if _prefixes(states.get(name), own)]
+        key = fitting[0] if len(fitting) == 1 else None
+    state = states.get(key)
+    if not prefix:
+        prefix = _common(state, _prefixes(state, own))
+    found = _below(prefix, state) if isinstance(state, Mapping) else {}
+    if not any(name in found for name in own):
+        raise _without_weights(content, states, own, label, kind)
+    where = [f"{key!r}"] * (key is not None) + [f"with the prefix {prefix!r}"] * bool(prefix)
+    return found, f" ({' '.join(where)})" if where else ""
 
 
-def _named(state: Any) -> dict[str, Any]:
-    return {str(name): value for name, value in state.items()} if isinstance(state, Mapping) else {}
+def _prefixes(state: Any, own: Collection[str]) -> list[str]:
+    """Return the prefixes before most of a model's names in a state; none if it has no such name.
+
+    The only one is "" if the names are the model's.
+    """
+    counts: Counter[str] = Counter()
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if _is_data(value):
+            parts = str(name).split(".")
+            for depth in range(len(parts)):
+                if ".".join(parts[depth:]) in own:
+                    counts["".join(f"{part}." for part in parts[:depth])] += 1
+    if "" in counts:
+        return [""]
+    return [prefix for prefix, count in counts.items() if count == max(counts.values())]
+
+
+def _common(state: Any, prefixes: Sequence[str]) -> str:
+    """Return the prefix if there is one, and all weights of a state have it; else ""."""
+    if len(prefixes) != 1:
+        return ""
+    names = [str(name) for name, value in state.items() if _is_data(value)]
+    return prefixes[0] if all(name.startswith(prefixes[0]) for name in names) else ""
+
+
+def _without_weights(
+    content: Any, states: Mapping[Any, Any], own: Collection[str], label: str, kind: str
+) -> UsageError:
+    """Return the error for a file without the model's names, with the arguments that find them."""
+    places = [
+        ", ".join(
+            [*([f"key={key!r}"] * (key is not None)), *([f"prefix={prefix!r}"] * bool(prefix))]
+        )
+        for key, state in states.items()
+        for prefix in _prefixes(state, own)
+    ]
+    content_text = (
+        f"the keys {listed([*map(str, content)]) or '(none)'}"
+        if isinstance(content, Mapping)
+        else f"a {type(content).__name__} without names"
+    )
+    return UsageError(
+        "HT714",
+        f"{label} has {content_text}, but not {listed([*own])} of the {kind}",
+        "the names of model.state_dict()",
+        *(f"session.load_weights(model, …, {place})" for place in places[:_MAX_NAMED]),
+        *(() if places else ("the file of such a model",)),
+        "session.load_weights(model, {NAME: TENSOR, …}), with the names of the model",
+    )
 
 
 def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+        str(name).removeprefix(prefix): value
+        for name, value in state.items()
+        if str(name).startswith(prefix)
     }
 
 
@@ -336,15 +273,17 @@ def covering(chosen: Collection[str], names: Collection[str]) -> list[str]:
         chosen: names to cover.
         names: all names, with the chosen ones; their parts are separated by dots.
     """
-    outside = {prefix for name in names if name not in chosen for prefix in _prefixes(name)}
+    outside = {prefix for name in names if name not in chosen for prefix in _modules_of(name)}
     found = {
-        next((f"{glob.escape(p)}*" for p in _prefixes(name) if p not in outside), glob.escape(name))
+        next(
+            (f"{glob.escape(p)}*" for p in _modules_of(name) if p not in outside), glob.escape(name)
+        )
         for name in chosen
     }
     return sorted(found)
 
 
-def _prefixes(name: str) -> list[str]:
+def _modules_of(name: str) -> list[str]:
     """Return the names of the modules around a name, the outermost first, each with its dot."""
     parts = name.split(".")
     return [".".join(parts[:length]) + "." for length in range(1, len(parts))]

@@ -5,7 +5,7 @@ import importlib
 import io
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
@@ -20,24 +20,20 @@ COMMANDS = {
     "run": "start the ranks of a program, here or on all hosts of a job",
     "submit": "submit a job to Slurm",
     "status": "show your jobs, why they wait, and the progress of their runs",
-    "top": "show your jobs on a live screen, with keys to follow and to stop them",
+    "top": "show your jobs and runs on a live screen, with bars and ETA",
     "logs": "show the log of a job, or follow it to the end of the job",
-    "on": "run one of these on the login host of a cluster, over ssh",
     "cancel": "cancel jobs; their checkpoints are kept",
-    "diff": "show what has changed in the code since a job was submitted",
     "requeue": "start jobs again from their last checkpoints",
     "render": "write the batch script of a job",
     "lint": "find errors in an sbatch script",
     "explain": "show the rank of this process and its variables, or explain an error",
     "doctor": "check this machine, or under a launcher all ranks and a sum over them",
-    "bench": "measure this machine or all ranks of a start: steps, sums, input, checkpoints",
-    "chaos": "hurt the ranks of a running job at random, to see what it survives",
+    "bench": "measure this machine, or all ranks under a launcher: steps and all-reduce",
     "report": "show the results of runs on one HTML page",
-    "hostlist": "expand a Slurm host list, or write one",
+    "hostlist": "expand a Slurm host list",
     "checkpoint": "show the checkpoints of a run, and what is damaged",
     "export": "write the weights of a checkpoint as safetensors",
     "horovod": "build and install a Horovod that fits the installed torch",
-    "shards": "write folders of images to a few large files",
     "completion": "print the script with which bash, zsh or fish completes this command line",
 }
 
@@ -72,19 +68,22 @@ class _Parser(argparse.ArgumentParser):
             )
         options = [
             option
-            for parser in self._known()
-            for option, action in parser._option_string_actions.items()
+            for action in self.all_actions()
+            for option in action.option_strings
             if action.help != argparse.SUPPRESS
         ]
         meant = option_meant(message, options)
         super().error(f"{message}; did you mean {meant}?" if meant else message)
 
-    def _known(self) -> list[argparse.ArgumentParser]:
-        choices = (action.choices for action in self._actions if isinstance(action.choices, dict))
-        return [self, *(parser for choice in choices for parser in choice.values())]
+    def all_actions(self) -> Iterator[argparse.Action]:
+        """Yield the arguments of this parser and of its commands."""
+        for action in self._actions:
+            yield action
+            for command in action.choices.values() if isinstance(action.choices, dict) else ():
+                yield from command.all_actions()
 
 
-def parser_of(names: Container[str]) -> argparse.ArgumentParser:
+def parser_of(names: Container[str]) -> _Parser:
     """Return the parser of the command line.
 
     Args:

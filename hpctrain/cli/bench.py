@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "in the same processes. Rank 0 shows a table."
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
-    for add_kind in (_add_step, _add_allreduce, _add_input, _add_checkpoint):
+    for add_kind in (_add_step, _add_allreduce):
         add_kind(kinds)
 
 
@@ -57,48 +57,6 @@ def _add_allreduce(kinds: Any) -> None:
     )
 
 
-def _add_input(kinds: Any) -> None:
-    parser = _kind(kinds, "input", "images from files to the device, by number of workers", 40.0)
-    parser.add_argument(
-        "--data",
-        default="synthetic",
-        metavar="PATH|synthetic",
-        help="images in folders or shards; synthetic makes JPEGs in memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=count,
-        default=64,
-        metavar="N",
-        help="batch size of each rank (default: 64)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=_workers,
-        metavar="N[,N…]",
-        help="numbers of workers to try (default: 0, 1, 2, 4, … up to the cores of a rank)",
-    )
-    parser.add_argument(
-        "--need", type=count, metavar="N", help="images/s that the training steps of a rank need"
-    )
-
-
-def _add_checkpoint(kinds: Any) -> None:
-    parser = _kind(kinds, "checkpoint", "time that training waits for a save, and the disk", 40.0)
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="folder on the file system to measure (default: $HPCTRAIN_RUN_DIR, else runs); all "
-        "files are removed at the end",
-    )
-    parser.add_argument(
-        "--size",
-        type=typed("size such as 64kB, 1MB or 1GB", size),
-        metavar="SIZE",
-        help="size of the state (default: 200MB, less if disk space or memory is low)",
-    )
-
-
 def _kind(kinds: Any, name: str, text: str, default: float) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks share."""
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text)
@@ -124,11 +82,6 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_workers = typed(
-    "list of whole numbers such as 0,1,4",
-    lambda text: sorted({int(part) for part in text.split(",")}),
-    lambda values: values[0] >= 0,
-)
 _sizes = typed(
     "list of sizes such as 4B,64kB,1MB",
     lambda text: sorted({size(part) for part in text.split(",")}),

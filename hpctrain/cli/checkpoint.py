@@ -83,7 +83,7 @@ def _print_tensors(loading: Any, folder: Path, step: int) -> None:
     """Print the tensors of a checkpoint, and in how many pieces they are."""
     manifest = loading.read_manifest(folder, step)
     rows = [("tensor", "type", "shape", "bytes", "pieces")]
-    for part, table in manifest.get("tensors", {}).items():
+    for part, table in manifest["tensors"].items():
         names = {one["number"]: one["name"] for one in table}
         for one in table:
             size = math.prod(one["shape"]) * loading.dtype_of(one["dtype"]).itemsize
@@ -99,6 +99,3 @@ def _print_tensors(loading: Any, folder: Path, step: int) -> None:
     sys.stdout.write("\n")
     if len(rows) > 1:
         sys.stdout.write(job_tables.aligned(rows))
-    if "tensors" not in manifest:
-        parts = ", ".join(sorted(name.removesuffix(".pt") for name in manifest["files"]))
-        sys.stdout.write(f"format 3, whose parts are whole files: {parts}\n")

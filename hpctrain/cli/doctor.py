@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: find problems of this machine, or of all ranks of a start."""
+"""`hpctrain doctor`: find problems of this machine, or of all ranks of a launch."""
 
 import argparse
 import importlib
@@ -12,9 +12,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
         "Checks what training needs on this machine, and shows what to type if "
-        "something is missing. In place of your script, as in srun hpctrain doctor, it checks "
-        "all ranks, compares them, and checks and times a sum over them. Exit code 1 if there "
-        "is a problem."
+        "something is missing. Instead of your script, as in srun hpctrain doctor, it checks "
+        "all ranks, compares them, and checks a sum over them. Exit code 1 if there is a problem."
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(

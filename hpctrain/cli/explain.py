@@ -63,23 +63,26 @@ def _explain_code(argument: str, as_json: bool) -> int:
     Raises:
         UsageError: there is no such code.
     """
-    from hpctrain.errors.codes import CODES
+    from hpctrain.errors.codes import codes
 
     name = argument.upper()
-    if name not in CODES:
-        suggestion = nearest(name, CODES)
+    entries = codes()
+    if name not in entries:
+        suggestion = nearest(name, entries)
         raise UsageError(
             "HT804",
             f"hpctrain explain {argument}: no such code",
-            f"a code from {min(CODES)} to {max(CODES)}",
+            f"a code from {min(entries)} to {max(entries)}",
             f"hpctrain explain {suggestion}" if suggestion else "",
         )
-    code = CODES[name]
+    code = entries[name]
     if as_json:
-        text = json.dumps({"code": name, **dataclasses.asdict(code)})
+        entry = {"meaning": code.meaning, "causes": code.causes, "fixes": code.fixes}
+        text = json.dumps({"code": name, **entry})
     else:
-        causes = "".join(f"\n  cause:    {cause}" for cause in code.causes)
-        text = f"{name}: {code.meaning}{causes}\n  fix:      {code.fix}"
+        causes = [f"  cause:    {cause}" for cause in code.causes]
+        fixes = [f"  {'or: ' if n else 'fix:'}      {fix}" for n, fix in enumerate(code.fixes)]
+        text = "\n".join([f"{name}: {code.meaning}", *causes, *fixes])
     sys.stdout.write(text + "\n")
     return 0
 

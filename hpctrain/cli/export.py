@@ -39,14 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "loss",
     )
     parser.add_argument(
-        "--ema", action="store_true", help="write the averages of --ema in place of the weights"
-    )
-    parser.add_argument(
-        "--dcp",
-        action="store_true",
-        help="write a folder of torch.distributed.checkpoint in place of safetensors",
-    )
-    parser.add_argument(
         "--file-gb", type=float, metavar="GB", default=5.0, help="size of a file in a folder (5)"
     )
     parser.set_defaults(command=_main)
@@ -61,8 +53,6 @@ def _main(arguments: argparse.Namespace) -> int:
         arguments.target,
         step=arguments.step,
         best=arguments.best,
-        ema=arguments.ema,
-        as_dcp=arguments.dcp,
         file_bytes=max(1, int(arguments.file_gb * 1e9)),
     )
     sys.stdout.write(f"{arguments.target}: the weights of step {step}\n")

@@ -49,7 +49,7 @@ def _main(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         *others, last = errors
         found = "\n".join([*map(str, others), last.found])
-        raise UsageError(last.code, found, last.expected, *last.fixes)
+        raise UsageError.of_text(last.code, found, last.expected, *last.fixes)
     return 1 if findings else 0
 
 

@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Writes a script for sbatch to standard output, as `hpctrain submit` would, without asking "
         "Slurm or starting a process. Its log is in the folder of the submission, as Slurm makes "
         "no folder, and it runs the code as it is. With --scheduler, the script is for qsub of "
-        "PBS, bsub of LSF or flux batch."
+        "PBS or for flux batch."
     )
     parser.add_argument("-o", "--to", metavar="FILE", help="new file for the script")
     parser.add_argument(

@@ -15,7 +15,7 @@ __all__ = ["add"]
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
-        "Writes one HTML page with the curves, times, starts and options of a run, or "
+        "Writes one HTML page with the curves, times, launches and options of a run, or "
         "of several runs side by side. The page needs no other file and no network."
     )
     parser.add_argument("runs", nargs="+", **RUN)

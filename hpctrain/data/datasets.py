@@ -1,39 +1,20 @@
-"""Data sets of small images in MNIST's file format, given by name or folder.
+"""The handwritten digits that come with the package, for first steps and tests.
 
-Source: section "FILE FORMATS FOR THE MNIST DATABASE" of MNIST's home page, for the format.
+Source: section "FILE FORMATS FOR THE MNIST DATABASE" of MNIST's home page, for the files' format.
 """
 
-import fcntl
 import gzip
 import math
-import os
-import shutil
-import struct
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hpctrain.cluster import env_vars
-from hpctrain.data.shards.layouts import places, unreadable
-from hpctrain.errors import UsageError
-from hpctrain.process import seeds
+__all__ = ["Images", "digits"]
 
-__all__ = ["Images", "load"]
-
-_BUNDLED = Path(__file__).parent / "digits"
-_NAMES = ("digits", "fashion-mnist", "mnist", "synthetic")
-_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
-# The folder itself, and the folders in which torchvision stores the files.
-_BELOW = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
-_FILES = (
-    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-)
-_UNSIGNED_BYTES = 0x08
+_FOLDER = Path(__file__).parent / "digits"
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
@@ -80,121 +61,24 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(images, self.targets[chosen], strict=True))
 
 
-def load(
-    name: str, download: bool = False, env: Mapping[str, str] = os.environ
-) -> tuple[Images, Images]:
-    """Return the training set and the test set.
+def digits() -> tuple[Images, Images]:
+    """Return the training set and the test set of the digits: 1,437 and 360 images of 8 × 8.
 
-    Args:
-        name: `digits`, `fashion-mnist`, `mnist`, `synthetic`, another name of a folder, or a path.
-            A name is searched for in $HPCTRAIN_DATA (for a job's own copy), in the current folder,
-            in /usr/share/datasets, and in the cache. The package itself has `digits`.
-        download: download `mnist` or `fashion-mnist` to the cache if it is not found.
-        env: environment with $HPCTRAIN_DATA and $HPCTRAIN_CACHE.
-
-    Raises:
-        UsageError: the data set is not found, cannot be read, or has damaged files.
+    Example: `train_set, test_set = hpctrain.data.digits()`.
     """
-    if name == "synthetic":
-        return _synthetic(4096, 0), _synthetic(1024, 1)
-    try:
-        files = _find(name, download, env)
-        train_images, train_targets, test_images, test_targets = map(_idx, files)
-    except OSError as error:
-        raise unreadable(name, error, writes_cache=download) from None
-    mean, std = _moments(train_images)
-    sets = []
-    for images, targets in ((train_images, train_targets), (test_images, test_targets)):
-        if images.dim() != 3 or targets.shape != images.shape[:1]:
-            raise UsageError(
-                "HT513",
-                f"{files[0].parent}: images of shape {tuple(images.shape)} and labels of shape "
-                f"{tuple(targets.shape)}",
-                "as many labels as images",
-                "fetch the files again",
-            )
-        sets.append(Images(images, targets.long(), mean, std))
-    return sets[0], sets[1]
+    train, train_targets = _read("train-images-idx3-ubyte"), _read("train-labels-idx1-ubyte")
+    test, test_targets = _read("t10k-images-idx3-ubyte"), _read("t10k-labels-idx1-ubyte")
+    mean, std = _moments(train)
+    return Images(train, train_targets.long(), mean, std), Images(
+        test, test_targets.long(), mean, std
+    )
 
 
-def _find(name: str, download: bool, env: Mapping[str, str]) -> list[Path]:
-    """Find the four files."""
-    cache = Path(env.get(env_vars.CACHE) or "~/.cache/hpctrain").expanduser() / "data" / name
-    searched = [*places(name, env), _BUNDLED if name == "digits" else cache]
-    files = _among(searched)
-    if not files and download and name in _TORCHVISION:
-        files = _download(name, cache)
-    if not files:
-        raise UsageError(
-            "HT510",
-            f"--data {name}: no data set in {', '.join(map(str, dict.fromkeys(searched)))}",
-            f"the files {', '.join(_FILES)} (or with .gz) in a folder, or one of "
-            f"{', '.join(_NAMES)}",
-            "apt-get install dataset-fashion-mnist" if name == "fashion-mnist" else "",
-            "--download" if name in _TORCHVISION else "",
-            "--data PATH of a folder that has them",
-        )
-    return files
-
-
-def _among(searched: Sequence[Path]) -> list[Path]:
-    """Return the four files of the first folder that has them, or whose subfolder has them."""
-    for place in searched:
-        for folder in (place / below for below in _BELOW):
-            either = [(folder / name, folder / f"{name}.gz") for name in _FILES]
-            files = [next(filter(Path.is_file, names), None) for names in either]
-            if None not in files:
-                return [file for file in files if file]
-    return []
-
-
-def _download(name: str, target: Path) -> list[Path]:
-    """Download a data set once for all ranks that share the cache; no partial files remain."""
-    try:
-        from torchvision import datasets
-    except ImportError:
-        raise UsageError(
-            "HT515",
-            f"--download of {name}, but torchvision is not installed",
-            "torchvision, which has the address of the data set",
-            "pip install 'hpctrain[vision]'",
-        ) from None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_name(f".{name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _among([target]):
-            part = target.with_name(f".{name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            try:
-                getattr(datasets, _TORCHVISION[name])(part, download=True)
-            except (OSError, RuntimeError) as error:
-                raise UsageError(
-                    "HT514",
-                    f"--download of {name} failed: {error}",
-                    "a connection to the data set's home",
-                    "download it on a machine with a connection, and pass its folder with --data "
-                    "PATH",
-                ) from None
-            part.rename(target)
-    return _among([target])
-
-
-def _idx(path: Path) -> Tensor:
-    """Read a tensor of unsigned bytes from a file in MNIST's format, with or without gzip."""
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        zeros, kind, dimensions = struct.unpack_from(">HBB", data)
-        shape = struct.unpack_from(f">{dimensions}I", data, 4)
-        start = 4 + 4 * dimensions
-        if zeros or kind != _UNSIGNED_BYTES or not 0 < math.prod(shape) == len(data) - start:
-            raise ValueError(f"header of shape {shape}, but {len(data) - start} bytes follow")
-    except (gzip.BadGzipFile, EOFError, struct.error, zlib.error, ValueError) as error:
-        raise UsageError(
-            "HT513",
-            f"{path} is damaged: {error}",
-            "unsigned bytes in MNIST's format, at least one",
-            "fetch it again",
-        ) from None
+def _read(name: str) -> Tensor:
+    """Return the unsigned bytes of a file in MNIST's format: a header with the shape, the data."""
+    data = gzip.decompress((_FOLDER / f"{name}.gz").read_bytes())
+    start = 4 + 4 * data[3]
+    shape = [int.from_bytes(data[at : at + 4]) for at in range(4, start, 4)]
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).reshape(shape)
 
 
@@ -204,14 +88,4 @@ def _moments(images: Tensor) -> tuple[float, float]:
     total = sum(counts)
     mean = sum(value * count for value, count in enumerate(counts)) / total
     square = sum(value * value * count for value, count in enumerate(counts)) / total
-    return mean, math.sqrt(max(square - mean * mean, 1e-12))
-
-
-def _synthetic(samples: int, part: int) -> Images:
-    """Return noise with a bright bar whose position is the class, to time steps without files."""
-    generator = torch.Generator().manual_seed(seeds.derive("synthetic", part))
-    images = torch.randint(0, 128, (samples, 28, 28), dtype=torch.uint8, generator=generator)
-    targets = torch.randint(0, 10, (samples,), generator=generator)
-    rows = 4 + 2 * targets
-    images[torch.arange(samples), rows] += 100
-    return Images(images, targets, 67.0, 42.0)
+    return mean, math.sqrt(square - mean * mean)

@@ -54,8 +54,7 @@ def check_own(loader: Any, options: Options, batches: Batches, parts: int) -> No
             "DataLoader(dataset, session.batches.batch_size, …)",
             "--batch-size N (if the data set gives whole batches)",
         )
-    matters = size_given or options.lr_scaling != "none"
-    if matters and isinstance(size, int) and size != batches.batch_size:
+    if size_given and isinstance(size, int) and size != batches.batch_size:
         raise UsageError(
             "HT509",
             f"a DataLoader with batches of {size}, but a session with micro-batches of "
@@ -178,7 +177,7 @@ def split_themselves(fingerprints: Sequence[str]) -> bool:
             "a different part of the data on each rank, or the same data on all",
             "session.loader(dataset)",
             "let your loader take every world_size-th batch, from session.world.rank on",
-            "--same-data (if you want this)",
+            "hpctrain.Session(same_data=True) (if you want this)",
         )
     return False
 

@@ -98,7 +98,7 @@ class SharedLoader(Shared):
                     "its batches cannot be divided",
                     "a DataLoader whose __iter__ is that of torch",
                     "session.loader(dataset)",
-                    "--same-data (if each rank is to have all samples)",
+                    "hpctrain.Session(same_data=True) (if each rank is to have all samples)",
                 )
             if number == 0 and self._whole and self._sharing.world_size > 1:
                 refuse_other_order(self._sharing.exchange(order.begun), self.source.sampler)

@@ -196,7 +196,7 @@ def _refuse_workers(source: Any, rank: int) -> None:
         "torch.utils.data.get_worker_info() in __iter__: take every num_workers-th sample, from "
         "its id on",
         "num_workers=1",
-        "--same-data (if you want this)",
+        "hpctrain.Session(same_data=True) (if you want this)",
     )
 
 

@@ -1,13 +1,16 @@
-"""Errors with a message in three parts: what was found, what was expected, and what to type."""
+"""Errors with a message in three parts: what was found, what was expected, and what to type.
+
+The texts are in `codes.toml`; `HpctrainError("HT614.no-end", …)` fills one in.
+"""
 
 import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
-from hpctrain.errors import exit_codes
+from hpctrain.errors import codes, exit_codes
 
 __all__ = [
     "CheckpointError",
@@ -34,13 +37,19 @@ _EXPLAIN = "hpctrain explain "
 
 
 class HpctrainError(Exception):
-    """An error that the user can fix.
+    """An error that the user can fix, with a message of `codes.toml`.
+
+    Pickling and a DataLoader worker keep the text.
 
     Args:
-        code: code of the error: an entry of `hpctrain.errors.codes`.
+        key: key of the message, such as `HT614.no-end`; any other text becomes the message itself.
+        values: values of the message's placeholders. A list in a fix stands for several fixes.
+
+    Attributes:
+        code: code of the error, such as `HT614`; empty for a text of the script.
         found: what was found, with the name of the variable, option or file it came from.
         expected: what was expected; may be empty where `found` is enough.
-        fixes: what to type; any one of them is enough. None where no command helps.
+        fixes: what to type; any one of them is enough. Empty where no command helps.
     """
 
     exit_code = exit_codes.FAILED
@@ -48,21 +57,39 @@ class HpctrainError(Exception):
     #: Whether rank 0 prints the full message, so that this rank prints only its first line.
     reported_by_rank_0 = False
 
-    def __init__(self, code: str, found: str = "", expected: str = "", *fixes: str) -> None:
-        if code.startswith("Caught ") and not found:
-            code, found, expected, *fixes = self._in_worker(code)  # type: ignore[assignment]
-        super().__init__(code, found, expected, *fixes)
-        self.code = code
-        self.found = found
-        self.expected = expected
-        self.fixes = tuple(fix for fix in fixes if fix)
+    def __init__(self, key: str, /, **values: object) -> None:
+        if key.startswith("Caught ") and not values:
+            self._set(*self._in_worker(key))
+        elif codes.is_key(key):
+            message = codes.message(key, **values)
+            self._set(message.code, message.found, message.expected, *message.fixes)
+        else:
+            self._set("", key)
+
+    @classmethod
+    def of_text(cls, code: str, found: str, expected: str = "", *fixes: str) -> Self:
+        """Return an error with the text of another one, from another process or with a prefix.
+
+        Args:
+            code, found, expected, fixes: the attributes of the error.
+        """
+        error = cls.__new__(cls)
+        error._set(code, found, expected, *fixes)
+        return error
+
+    def _set(self, code: str, found: str, expected: str = "", *fixes: str) -> None:
+        self.args = (code, found, expected, *fixes)
+        self.code, self.found, self.expected, self.fixes = code, found, expected, fixes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_text, (type(self), *self.args), vars(self)
 
     def __str__(self) -> str:
         lines = [self.found]
         if self.expected:
             lines.append(f"{_EXPECTED}{self.expected}")
         lines += [f"{_OR if number else _FIX}{fix}" for number, fix in enumerate(self.fixes)]
-        return "\n".join([*lines, f"{_MORE}{_EXPLAIN}{self.code}"])
+        return "\n".join([*lines, *([f"{_MORE}{_EXPLAIN}{self.code}"] if self.code else [])])
 
     def of_all(self, rank: int) -> Self:
         """Return the error for all ranks to raise, of which rank 0 alone prints all lines.
@@ -81,24 +108,27 @@ class HpctrainError(Exception):
         """
         kind = type(self)
         message = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
-        message, _, code = message.rpartition(f"\n{_MORE}{_EXPLAIN}")
-        message, _, fixes = message.partition(f"\n{_FIX}")
-        found, _, expected = message.partition(f"\n{_EXPECTED}")
-        return [code, found, expected, *fixes.split(f"\n{_OR}")]
+        body, mark, code = message.rpartition(f"\n{_MORE}{_EXPLAIN}")
+        if not mark:
+            return ["", message]
+        body, _, fixes = body.partition(f"\n{_FIX}")
+        found, _, expected = body.partition(f"\n{_EXPECTED}")
+        return [code, found, expected, *filter(None, fixes.split(f"\n{_OR}"))]
 
 
-def repeated(kind: str, code: str, found: str, expected: str, *fixes: str) -> HpctrainError:
+def _of_text(kind: type[HpctrainError], *args: str) -> HpctrainError:
+    return kind.of_text(*args)
+
+
+def repeated(kind: str, code: str, found: str, expected: str = "", *fixes: str) -> HpctrainError:
     """Return rank 0's error for another rank to raise, which prints only its first line.
 
     Args:
         kind: class name of the error.
-        code: code of the error.
-        found: what was found.
-        expected: what was expected; may be empty.
-        fixes: what to type; any one of them is enough.
+        code, found, expected, fixes: the attributes of the error.
     """
     kinds = {subclass.__name__: subclass for subclass in _kinds(HpctrainError)}
-    error = kinds.get(kind, HpctrainError)(code, found, expected, *fixes)
+    error = kinds.get(kind, HpctrainError).of_text(code, found, expected, *fixes)
     error.reported_by_rank_0 = True
     return error
 

@@ -78,7 +78,7 @@ def send(
             ) from None
         job_id = executor.submit(work).job_id
         run_dir = job_paths.run_directory(spec, job_id, None, env).absolute()
-        record = JobRecord(folder, job_id, spec.ranks, run_dir, spec.title)
+        record = JobRecord(folder, job_id, spec.ranks, run_dir)
         record.write()
     return Job(record)
 

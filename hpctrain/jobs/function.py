@@ -67,7 +67,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         UsageError: the function or an argument cannot be pickled.
     """
-    call = calls.pack(function, args, kwargs, "HT814")
+    call = calls.pack(function, args, kwargs, "HT814.call")
     return RankWork(call, tuple(os.fspath(entry) for entry in sys.path), tuple(sys.argv))
 
 

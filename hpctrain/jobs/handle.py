@@ -8,22 +8,18 @@ states need accounting, and it takes results of a stopped or crashed start for t
 import os
 import re
 import time
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import slurm
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.jobs import failures, job_curves
+from hpctrain.jobs import failures, run_progress
 from hpctrain.jobs.job_store import JobRecord, Outcome
-from hpctrain.jobs.run_progress import progress
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["Job"]
 
 _POLL_SECONDS = 0.5
-_DRAWING_SECONDS = 2.0
 _LONGEST_PAUSE = 10.0
 # A file that another host has written may appear late: the attribute cache of NFS.
 _SECONDS_FOR_RESULT = 15.0
@@ -81,26 +77,15 @@ class Job:
         Args:
             timeout: seconds to wait; None for no limit. The job continues, also after Ctrl-C.
         """
-        (last,) = deque(self._states(_POLL_SECONDS, timeout), maxlen=1)
-        return last
-
-    def _states(self, step: float, timeout: float | None = None) -> Iterator[str]:
-        """Yield the state every `step` seconds, until the job has ended or the time is over.
-
-        Slurm is queried at growing intervals, and once more when the time is over.
-        """
         end = time.monotonic() + timeout if timeout is not None else float("inf")
-        due, pause = float("-inf"), _POLL_SECONDS
+        pause = _POLL_SECONDS
         while True:
             now = time.monotonic()
-            if now >= min(due, end):
-                state, ended = self._look()
-                pause = min(1.25 * pause, _LONGEST_PAUSE)
-                due = now + pause
-            yield state
+            state, ended = self._look()
             if ended or now >= end:
-                return
-            time.sleep(min(step, end - now))
+                return state
+            time.sleep(min(pause, end - now))
+            pause = min(1.25 * pause, _LONGEST_PAUSE)
 
     def result(self) -> Any:
         """Wait for the job, and return the function's result on rank 0; see `results`."""
@@ -138,21 +123,13 @@ class Job:
         """Return the rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
         return RunDirectory(self.run_dir).rows()
 
-    def curves(self) -> Path | None:
-        """Plot the metrics of the run until the job has ended.
+    def curves(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the metrics that the run has logged so far: by name, the steps and the values.
 
-        In a notebook, one figure is redrawn in place. Elsewhere, `curves.png` in the job's folder
-        is rewritten, and a line is printed for each drawing. Ctrl-C ends the plot, not the job.
-
-        Returns:
-            The file; None in a notebook.
-
-        Raises:
-            UsageError: matplotlib is not installed.
+        `plt.plot(*job.curves()["loss"])` draws one. Empty before the first row.
         """
-        title = f"{self._record.title}-{self.id}"
-        states = self._states(_DRAWING_SECONDS)
-        return job_curves.follow(title, self.metrics, states, self.folder / "curves.png")
+        run = self.run_dir
+        return run_progress.curves(run) if RunDirectory(run).identity.exists() else {}
 
     def cancel(self) -> None:
         """End the job, and keep what it has saved.
@@ -211,7 +188,7 @@ class Job:
 
     def _reason(self) -> str:
         """Return why the run has failed, as `hpctrain run` has recorded it; else empty."""
-        run = progress(self.run_dir)
+        run = run_progress.progress(self.run_dir)
         return run.reason if run is not None and run.status in failures.FAILED else ""
 
     def __repr__(self) -> str:

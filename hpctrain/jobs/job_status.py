@@ -107,19 +107,26 @@ def _of_unlisted(run: Path, label: str) -> JobStatus:
 
 
 def listed(
-    user_jobs: Sequence[slurm.QueuedJob], env: Mapping[str, str]
+    user_jobs: Sequence[slurm.QueuedJob] | None, env: Mapping[str, str]
 ) -> tuple[list[JobStatus], int]:
     """Return the status of the user's jobs, then of the newest other runs, the oldest first.
+
+    Args:
+        user_jobs: jobs of the user; None if Slurm does not answer.
+        env: environment for Slurm's commands.
 
     Returns:
         The status of each, and the number of older runs below ./runs.
     """
-    statuses = [of_queued(job, env, named=False) for job in user_jobs]
+    statuses = [of_queued(job, env, named=False) for job in user_jobs or ()]
     shown = {os.path.realpath(status.run_dir) for status in statuses if status.run_dir}
     others = [path for path in lookup.runs() if os.path.realpath(path) not in shown]
     others.sort(key=_changed)
     newest = others[-_MOST_RUNS:]
-    statuses += [_of_unlisted(path, label_of(path)) for path in newest]
+    for path in newest:
+        label = label_of(path)
+        unknown = user_jobs is None
+        statuses.append(JobStatus(label, run_dir=path) if unknown else _of_unlisted(path, label))
     return statuses, len(others) - len(newest)
 
 

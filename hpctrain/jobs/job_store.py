@@ -43,14 +43,12 @@ class JobRecord:
         id: Slurm's number.
         ranks: number of ranks.
         run_dir: run directory.
-        title: name of the job.
     """
 
     folder: Path
     id: str
     ranks: int
     run_dir: Path
-    title: str
 
     def write(self) -> None:
         """Write the record, so that a later process can find the job.
@@ -132,7 +130,6 @@ def _read(folder: Path) -> JobRecord | None:
             id=str(record["id"]),
             ranks=int(record["ranks"]),
             run_dir=Path(record["run_dir"]),
-            title=str(record["title"]),
         )
     except (OSError, KeyError, TypeError, ValueError):
         return None

@@ -61,7 +61,7 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
 
 
 def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
-    """Return lines about a job that need more space than a row: cause, time, log, commands.
+    """Return lines about a job that need more space than a row, such as cause, time and log.
 
     Args:
         status: status of the job.
@@ -70,6 +70,10 @@ def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
     lines = [*more, *([("cause:", status.failure)] if status.failure else [])]
     if status.progress is not None and status.progress.effective is not None:
         lines.append(("time:", str(status.progress.effective)))
+    if status.run_dir is not None:
+        from hpctrain.jobs.changes import since_previous  # for named jobs only
+
+        lines += [("changed:", text)] if (text := since_previous(status.run_dir)) else []
     if status.log is not None and os.path.exists(status.log):
         lines.append(("log:", place(status.log)))
     if status.failed and status.run_dir is not None and _has_checkpoints(status.run_dir):

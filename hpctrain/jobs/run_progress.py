@@ -14,9 +14,8 @@ from hpctrain.cluster import slurm
 
 if TYPE_CHECKING:
     from hpctrain.rundir.effective_time import EffectiveTime
-    from hpctrain.rundir.used import Used
 
-__all__ = ["Progress", "end_of", "label_of", "losses", "progress", "recent_use", "run_of"]
+__all__ = ["Progress", "curves", "end_of", "label_of", "last_start", "progress", "run_of"]
 
 # Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
@@ -33,6 +32,8 @@ class Progress:
     Attributes:
         status: done, stopped, failed or given-up; empty if the run has not ended.
         step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
+        end, left: steps of the whole run, and estimated seconds to its end, while it trains; None
+            if they are unknown.
         reason: why the run ended, if that is recorded.
         effective: where the time of the run went; None if that is not recorded.
     """
@@ -42,6 +43,8 @@ class Progress:
     epoch: int | None = None
     loss: float | None = None
     speed: float | None = None
+    end: int | None = None
+    left: float | None = None
     reason: str = ""
     effective: "EffectiveTime | None" = None
 
@@ -56,29 +59,36 @@ def progress(path: Path) -> Progress | None:
     newest: dict[str, Any] = {}
     for row in _last_rows(directory.metrics):
         newest |= row
+    last = rundir.json_object(end_of(directory.last_step))
     return Progress(
         _text(summary.get("status")),
         _number(summary.get("step", newest.get("step")), int),
         _number(newest.get("epoch"), int),
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
+        _number(last.get("end"), int),
+        _number(last.get("left"), float),
         _text(summary.get("reason")),
         _effective(directory),
     )
 
 
-def losses(path: Path) -> list[float]:
-    """Return the losses at the end of a run's metrics, some hundred at most."""
-    rows = _last_rows(rundir.RunDirectory(path).metrics)
-    found = (_number(row.get("loss"), float) for row in rows)
-    return [loss for loss in found if loss is not None]
+def curves(run: str | os.PathLike[str]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the metrics of a run so far: by name, the steps and the values.
 
+    `plt.plot(*curves(run)["loss"])` draws one. Empty if the run has logged nothing.
 
-def recent_use(path: Path) -> "Used | None":
-    """Return what the ranks of a run have used lately; None if they have recorded nothing."""
-    from hpctrain.rundir.used import measure
+    Args:
+        run: run directory of any launcher.
 
-    return measure(_last_rows(rundir.RunDirectory(path).timings))
+    Raises:
+        UsageError: the folder has no run.
+    """
+    directory = rundir.RunDirectory(run)
+    if not os.path.exists(directory.identity):
+        raise directory.missing()
+    columns = directory.columns()
+    return {name: columns[name] for name in columns if name not in rundir.POSITIONS}
 
 
 def _effective(directory: rundir.RunDirectory) -> "EffectiveTime | None":
@@ -162,13 +172,18 @@ def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
 def _from_starts(runs: Path, label: str) -> Path | None:
     """Return the newest run that this job was the last to start."""
     files = sorted(runs.glob("*/starts.jsonl"), key=os.path.getmtime, reverse=True)
-    return next((one.parent for one in files[:_MOST_RUNS] if _last_start(one) == label), None)
+    return next((one.parent for one in files[:_MOST_RUNS] if _last_job(one.parent) == label), None)
 
 
-def _last_start(path: Path) -> str:
-    """Return the label of the last job in a starts.jsonl; empty for no job of Slurm."""
-    rows = _last_rows(path)
-    job = rows[-1].get("job") if rows else None
+def last_start(path: Path) -> dict[str, Any]:
+    """Return the newest line of the starts.jsonl of a run; empty if there is none."""
+    rows = _last_rows(path / "starts.jsonl")
+    return rows[-1] if rows else {}
+
+
+def _last_job(path: Path) -> str:
+    """Return the label of the job that was the last to start a run; empty for no job of Slurm."""
+    job = last_start(path).get("job")
     if not isinstance(job, dict):
         return ""
     task = job.get("array_task")
@@ -182,6 +197,6 @@ def label_of(path: Path) -> str:
     Empty if no job has run there.
     """
     if os.path.exists(path / "starts.jsonl"):
-        return _last_start(path / "starts.jsonl")
+        return _last_job(path)
     _, dash, label = path.name.rpartition("-")
     return label if dash and slurm.is_label(label) else ""

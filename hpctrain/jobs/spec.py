@@ -158,7 +158,7 @@ class JobSpec:
     stage_environment: str = _string(
         "archive of an environment that each host unpacks on its own disk", "FILE.tar")
     stage_data: str = _string(
-        "folder that each host copies to its own disk; --data with only its name means the copy",
+        "folder that each host copies to its own disk, into $HPCTRAIN_DATA",
         "DIR")
     extra: Mapping[str, str | bool] = _field(values.extra, {}, "other options of sbatch")
     # fmt: on

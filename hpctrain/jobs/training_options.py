@@ -27,7 +27,7 @@ def check(spec: JobSpec) -> None:
         spec: job whose command is a Python, the path of a script, and its options.
 
     Raises:
-        UsageError: an option or a value of a recipe is invalid, or contradicts another one.
+        UsageError: an option is invalid, or contradicts another one.
     """
     script, *words = spec.command[1:]
     found = _set_by(script)
@@ -39,17 +39,13 @@ def check(spec: JobSpec) -> None:
     several = any(part.tasks > 1 for part in spec.parts)
     is_certain = spec.launcher != "none" and (several or all(p.gpus == 1 for p in spec.parts))
     ranks = spec.ranks if is_certain else None
-    complete = not (spec.dependency or spec.setup)
     for setting in spec.sweep or ((),):
         more = [word for name, value in setting for word in (f"--{name}", value)]
-        early_check.check(script, [*words, *more], *found, ranks, complete)
+        early_check.check(script, [*words, *more], found, ranks)
 
 
-def _set_by(script: str) -> tuple[set[str], bool] | None:
-    """Return the names that a script sets itself, and whether it has all training options.
-
-    Return None if its command line may mean anything.
-    """
+def _set_by(script: str) -> set[str] | None:
+    """Return the names that a script sets itself; None if its command line may mean anything."""
     try:
         source = Path(script).read_bytes()
         tree = ast.parse(source if b"hpctrain" in source else b"")
@@ -75,11 +71,8 @@ def _set_by(script: str) -> tuple[set[str], bool] | None:
         return None
     # Words that are not those of the command line, and settings by **values.
     if any(one.args or one.keywords for one in parses) or None in [
-        keyword.arg for one in sets for keyword in one.keywords
+        keyword.arg for one in [*sets, *made] for keyword in one.keywords
     ]:
         return None
     # Names that may be set: by keywords, attributes, and texts for setattr.
-    own = keywords | texts | stored
-    recipe = [keyword.value for keyword in made[0].keywords if keyword.arg in ("recipe", None)]
-    values = [value.value for value in recipe if isinstance(value, ast.Constant)]
-    return (own, values == [True]) if len(recipe) == len(values) else None
+    return keywords | texts | stored

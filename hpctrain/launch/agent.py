@@ -166,12 +166,8 @@ def _check_hosts(roster: Roster) -> Answer:
     """
     unfit = {entry["host"]: entry["unfit"] for entry in roster.entries if entry["unfit"]}
     if unfit:
-        error = UnfitHostsError(
-            "HT219",
-            "; ".join(f"{host}: {found}" for host, found in unfit.items()),
-            "hosts with the GPUs, the memory and the disks that a training needs",
-            *(_without(host) for host in unfit),
-        )
+        hosts = "; ".join(f"{host}: {reason}" for host, reason in unfit.items())
+        error = UnfitHostsError("HT219.unfit", hosts=hosts, fixes=[*map(_without, unfit)])
         error.hosts = list(unfit)
         raise error
     first = roster.entries[0]

@@ -1,15 +1,14 @@
-"""Hosts of a job of PBS, LSF or Flux: mpirun, jsrun or `flux run` starts an agent on each."""
+"""Hosts of a job of PBS or Flux: mpirun or `flux run` starts an agent on each."""
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.launchers.base import hosts_of_job
-from hpctrain.errors import StartError
+from hpctrain.errors import StartError, UsageError
 from hpctrain.launch.job_hosts import Attempt, JobHosts
 from hpctrain.launch.standby import Step
 
@@ -83,18 +82,8 @@ def _flux_run(hosts: Sequence[str], _: Mapping[str, str]) -> list[str]:
     return ["flux", "run", "--nodes", count, "--ntasks", count, *options]
 
 
-def _jsrun(hosts: Sequence[str], _: Mapping[str, str]) -> list[str]:
-    """Return the words of jsrun, which gives each agent the whole host.
-
-    Source: jsrun(1) of IBM's Job Step Manager.
-    """
-    each = ["--rs_per_host", "1", "--tasks_per_rs", "1"]
-    whole = ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS", "--bind", "none"]
-    return ["jsrun", "--nrs", str(len(hosts)), *each, *whole]
-
-
 def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
-    """Return the hosts of the job of PBS, LSF or Flux in which this process runs.
+    """Return the hosts of the job of PBS or Flux in which this process runs.
 
     Args:
         env: environment of the job's script or shell.
@@ -107,10 +96,9 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
 
     Raises:
         StartError: the hosts cannot be read, or there is no launcher.
-        UsageError: `nproc` does not fit the hosts.
+        UsageError: `nproc` does not fit the hosts, or it is a job of LSF with several hosts, where
+            hpctrain starts no ranks.
     """
-    away = False  # whether this process is on no host of the ranks
-    jsrun = "LSB_JOBID" in env and shutil.which("jsrun", path=env.get("PATH")) is not None
     if env.get("FLUX_URI"):
         # Source: flux-hostlist(1). "local" stands for the hosts of the script's instance; without
         # it, newer versions read a list from standard input.
@@ -130,23 +118,18 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         if max(counts.values(), default=0) < 2:
             counts = dict.fromkeys(counts, 0)
     else:
-        hosts = hosts_of_job(env)
-        away = jsrun and _is_launch_host_first(env)
-        counts = dict.fromkeys(hosts[away:], 0)
-    if len(counts) < 2 and not (counts and away):
+        counts = {}
+        if len(hosts := hosts_of_job(env)) > 1:
+            raise UsageError(
+                "HT211",
+                f"a job of LSF with {len(hosts)} hosts, where hpctrain starts no ranks",
+                "a launcher that starts each rank",
+                "jsrun hpctrain run SCRIPT, or mpirun hpctrain run SCRIPT",
+                "hpctrain run --node-rank N … SCRIPT on each host",
+            )
+    if len(counts) < 2:
         return None
-    starter = _flux_run if env.get("FLUX_URI") else _jsrun if jsrun else _mpirun
-    return _OtherJob(counts, nproc, starter)
-
-
-def _is_launch_host_first(env: Mapping[str, str]) -> bool:
-    """Check whether the first host of a job of LSF has no ranks, as jsrun starts nothing there.
-
-    It has one slot, and the others have more. Source: "Summit User Guide" of OLCF, section "Batch
-    Scripts".
-    """
-    slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
-    return slots[:1] == ["1"] and len(slots) > 1 and "1" not in slots[1:]
+    return _OtherJob(counts, nproc, _flux_run if env.get("FLUX_URI") else _mpirun)
 
 
 def _answer(*command: str) -> str:

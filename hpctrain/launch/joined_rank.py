@@ -58,7 +58,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     try:
         os.execvpe(command[0], list(command), environ)  # noqa: S606
     except OSError as error:
-        raise no_program(command[0], error) from None
+        raise no_program(command[0], error, environ) from None
 
 
 def _ports(roster: Roster) -> Answer:

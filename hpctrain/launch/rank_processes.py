@@ -1,9 +1,11 @@
 """Processes of a start: one for each rank, and the guard that ends them if the launcher cannot."""
 
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,7 +89,7 @@ class Rank:
                 preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,  # noqa: PLW1509, see above
             )
         except (FileNotFoundError, PermissionError) as error:
-            raise no_program(command[0], error) from None
+            raise no_program(command[0], error, environ) from None
         except OSError as error:
             raise StartError(
                 "HT212",
@@ -190,10 +192,13 @@ class Rank:
         )
 
 
-def no_program(name: str, error: OSError) -> UsageError:
-    """Return the error for a program that cannot be started."""
+def no_program(name: str, error: OSError, environ: Mapping[str, str]) -> UsageError:
+    """Return the error for a program that cannot be started with an environment."""
+    # If a folder on the PATH cannot be searched, the system denies permission to any name.
+    absent = shutil.which(name, os.F_OK, environ.get("PATH")) is None
+    reason = os.strerror(errno.ENOENT) if absent else error.strerror
     expected = "a program on the PATH, or the path of one"
-    return UsageError("HT806", f"{name} cannot be started: {error.strerror}", expected)
+    return UsageError("HT806", f"{name} cannot be started: {reason}", expected)
 
 
 def signal_name(number: int) -> str:

@@ -67,7 +67,7 @@ def spawn(
     rank_environment.print_threads(env, count)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         folder = Path(name)
-        call = calls.pack(function, args, kwargs or {}, "HT216")
+        call = calls.pack(function, args, kwargs or {}, "HT216.call")
         # A rank needs the path before it can read the call.
         place = [os.fspath(entry) for entry in sys.path], sys.argv
         (folder / "call.pickle").write_bytes(pickle.dumps((*place, call)))
@@ -168,14 +168,7 @@ def run_rank(name: str) -> None:
     sys.path[:], sys.argv[:] = path, arguments
     rank = launchers.detect().rank
     result = calls.make(call)
-    data = calls.pickled(
-        result,
-        "HT216",
-        f"what the function returned on rank {rank}, a {type(result).__name__}, cannot be sent "
-        "back",
-        "something that pickle takes: numbers, texts, lists, arrays, tensors",
-        "return the numbers that you need; models and files stay in the rank",
-    )
+    data = calls.pickled(result, "HT216.result", rank=rank, kind=type(result).__name__)
     file = folder / f"result-{rank}"
     file.with_suffix(".new").write_bytes(data)
     os.replace(file.with_suffix(".new"), file)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hpctrain.monitoring.drawing import HEADS
 from hpctrain.process.logging import logger
+from hpctrain.rundir import POSITIONS
 
 __all__ = ["Bar", "Course", "Lines", "clock", "open_progress"]
 
@@ -91,7 +91,7 @@ def formatted_values(row: Mapping[str, Any], course: Course) -> list[str]:
     texts = [
         known[name](value) if name in known and math.isfinite(value) else f"{name} {value:.5g}"
         for name, value in row.items()
-        if name not in HEADS
+        if name not in POSITIONS
     ]
     left = course.seconds_left(row["step"]) if "samples_per_second" in row else None
     return texts if left is None else [*texts, f"to the end {clock(left)}"]

@@ -39,7 +39,7 @@ _SAMPLES = 8
 _ADVICE = {
     "data": (
         "waiting for data",
-        "look at its disk and its cores: hpctrain bench input there, top, iostat -x 1;"
+        "look at its disk and its cores: top, iostat -x 1;"
         " more --workers, or the data on its own disk",
     ),
     "forward": (

@@ -14,33 +14,28 @@ __all__ = ["make", "pack", "pickled"]
 
 
 def pack(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], code: str
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], key: str
 ) -> bytes:
     """Pickle a function and its arguments, which may come from a notebook, for the ranks.
 
     Args:
         function, args, kwargs: the call.
-        code: code of the error.
+        key: key of the error's message.
 
     Raises:
         UsageError: the function or an argument cannot be pickled.
     """
-    return pickled(
-        (function, tuple(args), dict(kwargs)),
-        code,
-        f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to the "
-        "ranks",
-        "a function, globals that it uses, and arguments that pickle can serialize",
-        "create open files, locks, generators and connections inside the function",
-    )
+    name = getattr(function, "__qualname__", function)
+    return pickled((function, tuple(args), dict(kwargs)), key, function=name)
 
 
-def pickled(value: Any, code: str, found: str, expected: str, fix: str) -> bytes:
+def pickled(value: Any, key: str, **values: object) -> bytes:
     """Return a value as bytes.
 
     Args:
         value: value to pickle.
-        code, found, expected, fix: of the error, which also has the reason.
+        key: key of the error's message, with the placeholder `reason` and those of `values`.
+        values: values of other placeholders.
 
     Raises:
         UsageError: the value cannot be pickled.
@@ -59,8 +54,8 @@ def pickled(value: Any, code: str, found: str, expected: str, fix: str) -> bytes
         Pickler(data := io.BytesIO()).dump(value)
         return data.getvalue()
     except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
-        reason = f"{found}: {type(error).__name__}: {error}"
-        raise UsageError(code, reason, expected, fix) from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(key, **values, reason=reason) from None
 
 
 def make(call: bytes) -> Any:

@@ -40,22 +40,14 @@ class Difference:
 
     Attributes:
         subject: name of what differs, such as "torch".
-        found: text that lists which ranks have which value.
-        expected, fixes: texts as in an error.
-        code: code of the error, if the ranks cannot train together or would train something other
-            than intended; "" for a warning.
+        error: error that lists which ranks have which value.
+        wrong: whether the ranks cannot train together, or would train something other than
+            intended; if not, it is a warning.
     """
 
     subject: str
-    found: str
-    expected: str
-    fixes: tuple[str, ...]
-    code: str = ""
-
-    @property
-    def wrong(self) -> bool:
-        """Whether it is an error."""
-        return bool(self.code)
+    error: ContradictionError
+    wrong: bool = False
 
 
 def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,11 +96,9 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     found = differences(entries, hosts)
     for difference in found:
         if difference.wrong:
-            raise ContradictionError(
-                difference.code, difference.found, difference.expected, *difference.fixes
-            )
-    for difference in found:
-        logger.warning("%s; fix: %s", difference.found, "; or: ".join(difference.fixes))
+            raise difference.error
+    for error in (difference.error for difference in found):
+        logger.warning("%s; fix: %s", error.found, "; or: ".join(error.fixes))
 
 
 def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:
@@ -168,22 +158,23 @@ class _Ranks:
         of: Callable[[Any], Any],
         subject: str,
         label: str,
-        expected: str,
-        fixes: tuple[str, ...],
-        code: str = "",
+        key: str,
+        wrong: bool = False,
     ) -> Iterator[Difference]:
         """Yield the difference if the ranks have different values.
 
         Args:
             name, of: as in `by_value`.
-            subject, expected, fixes, code: as in `Difference`.
+            subject, wrong: as in `Difference`.
             label: text before the values.
+            key: key of the message, with the placeholders `values` and `name`.
         """
         groups = self.by_value(name, of)
         if name == "code":
             groups.pop(None, None)  # not imported there: a script may import by rank
         if len(groups) > 1:
-            yield Difference(subject, self.format_values(groups, label), expected, fixes, code)
+            values = self.format_values(groups, label)
+            yield Difference(subject, ContradictionError(key, values=values, name=subject), wrong)
 
     def format_values(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
         """Format groups: `torch 2.15.0 at ranks 0 and 1 on node1; 2.14.0 at rank 2 on node2`."""
@@ -209,32 +200,20 @@ def _other_values(ranks: _Ranks) -> Iterator[Difference]:
     Different scripts are an error: two programs in one step, each with its own rank 0, would share
     one key. For commands, GPU models and network settings only the user can decide.
     """
-    same_environment = (
-        "load the same environment on all hosts, in the batch script",
-        "put the environment where all hosts see it",
-    )
     for name in _VERSIONS:
-        expected, code = f"one version of {name}", "" if name == "python" else "HT208"
-        yield from ranks.compare(
-            "versions", itemgetter(name), name, name, expected, same_environment, code
-        )
+        one, wrong = itemgetter(name), name != "python"
+        yield from ranks.compare("versions", one, name, name, "HT208.versions", wrong)
     for name in ranks.keys("settings"):
-        affects = f"the same {name} on all ranks, as it affects the training"
-        one_line = ("one command line for all ranks",)
         value = methodcaller("get", name)
-        yield from ranks.compare("settings", value, name, name, affects, one_line, "HT209")
-    label, one_script = "different scripts:", "one script for all ranks"
-    apart = ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET")
-    yield from ranks.compare("command", itemgetter(0), "script", label, one_script, apart, "HT209")
-    label, one_kind = "GPUs of different kinds:", ("one kind: srun --constraint=…, --gpus=KIND:N",)
-    same = "the same on all ranks"
-    yield from ranks.compare("gpu_name", str, "gpu_name", label, same, one_kind)
-    label, alike = "NCCL's and gloo's variables differ:", ("export them for all ranks alike",)
-    yield from ranks.compare("network", _without_interfaces, "network", label, same, alike)
+        yield from ranks.compare("settings", value, name, name, "HT209.settings", True)
+    label = "different scripts:"
+    yield from ranks.compare("command", itemgetter(0), "script", label, "HT209.script", True)
+    yield from ranks.compare("gpu_name", str, "gpu_name", "GPUs of different kinds:", "HT113.kinds")
+    label = "NCCL's and gloo's variables differ:"
+    yield from ranks.compare("network", _without_interfaces, "network", label, "HT209.network")
     for name in ranks.keys("code"):
-        label, again = f"{name} differs: version", ("copy it again to where the ranks read it",)
-        same_code = "the same code on all ranks"
-        yield from ranks.compare("code", methodcaller("get", name), "code", label, same_code, again)
+        value, label = methodcaller("get", name), f"{name} differs: version"
+        yield from ranks.compare("code", value, "code", label, "HT209.code")
 
 
 def _shared_gpus(ranks: _Ranks) -> Iterator[Difference]:
@@ -244,40 +223,29 @@ def _shared_gpus(ranks: _Ranks) -> Iterator[Difference]:
     """
     groups = ranks.by_value("gpu")
     without = groups.pop(None, [])
-    cpu = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
     if without and groups:
-        yield Difference(
-            "GPU",
-            f"torch sees no GPU at {ranks.format_ranks(without)}; the other "
-            f"{len(ranks.entries) - len(without)} ranks have one",
-            "a GPU for every rank, or for none",
-            ("run nvidia-smi on these hosts", cpu),
-            "HT116",
-        )
+        where, others = ranks.format_ranks(without), len(ranks.entries) - len(without)
+        error = ContradictionError("HT116.some-ranks", without=where, others=others)
+        yield Difference("GPU", error, True)
     allowed = all(network.get(_MAY_SHARE) == "1" for network, _ in ranks.grouped("network"))
     for gpu, sharing in groups.items():
         if len(sharing) > 1:
-            yield Difference(
-                "GPU",
-                f"one GPU ({gpu}) is shared by {ranks.format_ranks(sharing)}",
-                "a GPU of its own for each rank",
-                ("start as many ranks on each host as it has GPUs", cpu),
-                "" if allowed else "HT113",
-            )
+            where = ranks.format_ranks(sharing)
+            error = ContradictionError("HT113.shared", gpu=gpu, ranks=where)
+            yield Difference("GPU", error, not allowed)
 
 
 def _other_commands(ranks: _Ranks) -> Iterator[Difference]:
     """Find ranks with other arguments; the values of the arguments are not shown."""
     groups = ranks.by_value("command", tuple)
     if len(groups) > 1:
-        first, other = list(groups)[:2]
-        yield Difference(
-            "command",
-            f"{ranks.format_ranks(groups[first])}, and {ranks.format_ranks(groups[other])}, were "
-            f"started with different commands: {_first_difference(first, other)}",
-            "one command line for all ranks",
-            ("check how each rank is started",),
+        commands = list(groups)[:2]
+        first, other = (ranks.format_ranks(groups[command]) for command in commands)
+        difference = _first_difference(*commands)
+        error = ContradictionError(
+            "HT209.command", first=first, other=other, difference=difference
         )
+        yield Difference("command", error)
 
 
 def _without_interfaces(network: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ starts.jsonl                a line for each start: command, options, versions, c
 metrics.jsonl               a line for each logged step: step, epoch, time, then values
 timings.jsonl               a line for each half minute: parts of the step time, by rank
 events.jsonl                a line for each mark of `effective_time`
-last-step.json              newest step and its time, while a start trains
+last-step.json              newest step, its time and the time to the end, while a start trains
 checkpoints/step-00000042/  .pt and .bin files, and a manifest
 logs/rank-0.log             log of each rank
 profile/rank-0.json.gz      trace of --profile
@@ -29,6 +29,7 @@ from typing import Any
 from hpctrain.errors import UsageError, exit_codes
 
 __all__ = [
+    "POSITIONS",
     "STOP_REASON",
     "RunDirectory",
     "append",
@@ -41,6 +42,9 @@ __all__ = [
 
 #: Reason of a stop that a person asked for with the file `stop`; such a run is not started again.
 STOP_REASON = "the file stop in the run directory"
+
+#: Keys of a row of metrics.jsonl that give its position on a curve; all others are metrics.
+POSITIONS = ("step", "epoch", "time")
 
 _STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
 
@@ -119,9 +123,33 @@ class RunDirectory:
         summary = {**entries, **more, "status": status, "reason": reason}
         replace(self.summary, json.dumps(summary, indent=1) + "\n")
 
+    def missing(self) -> UsageError:
+        """Return the error for a folder that has no run."""
+        return UsageError(
+            "HT655",
+            f"no run is in {self.path}",
+            "a folder with a run.json in it",
+            "hpctrain status, which lists the runs below ./runs",
+        )
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl."""
         return self.lines(self.metrics)
+
+    def columns(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the steps and values of each key of metrics.jsonl, in the order of the file.
+
+        Rows without a step and values that are no numbers are omitted; nan and infinity are kept.
+        """
+        columns: dict[str, tuple[list[int], list[float]]] = {}
+        for row in self.each(self.metrics):
+            step = row.get("step")
+            for name, value in row.items():
+                if type(step) is int and type(value) in (int, float):
+                    steps, values = columns.setdefault(name, ([], []))
+                    steps.append(step)
+                    values.append(value)
+        return columns
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """Return the lines of a .jsonl file, without incomplete lines."""

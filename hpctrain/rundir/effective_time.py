@@ -16,7 +16,8 @@ stopped     the run has stopped, and the ranks end
 ended       all ranks have ended
 done        the run is done: what follows does not count
 
-About once a second rank 0 overwrites last-step.json. If rank 0 is killed, its content becomes the
+About once a second rank 0 overwrites last-step.json, which also has the steps of the whole run
+(`end`) and the estimated seconds to its end (`left`). If rank 0 is killed, its content becomes the
 mark of the last step.
 """
 
@@ -50,7 +51,7 @@ _CURRENT = {
     "done": "",
 }
 _REASONS = ("detect", "stop", "start", "rendezvous", "load", "redo", "queue")
-_BYTES_OF_A_SIGN = 80
+_BYTES_OF_A_SIGN = 120
 _LEAST_SHOWN = 0.05
 _LATEST = 2.0**35  # of a time that is no damage of the file
 
@@ -154,7 +155,7 @@ def _cut(trained: list[tuple[float, float]], date: float) -> float:
 
 
 def measure(directory: RunDirectory) -> EffectiveTime | None:
-    """Return where the time of a run went; None for a run without marks, as of an older version.
+    """Return where the time of a run went; None for a run without marks.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -221,9 +222,16 @@ class Recorder:
         """Record that the first step is done, which took some seconds."""
         self._note(_mark(_TRAINING, time.time() - seconds))
 
-    def step(self, step: int) -> None:
-        """Record the newest step; called about once a second."""
-        line = json.dumps(_mark("last step", step=step)).ljust(_BYTES_OF_A_SIGN)
+    def step(self, step: int, end: int | None, left: float | None) -> None:
+        """Record the newest step; called about once a second.
+
+        Args:
+            step: newest step.
+            end: steps of the whole run; None if unknown.
+            left: estimated seconds to its end; None if unknown.
+        """
+        more = {"end": end, "left": None if left is None else round(left, 1)}
+        line = json.dumps(_mark("last step", step=step, **more)).ljust(_BYTES_OF_A_SIGN)
         with contextlib.suppress(OSError):
             os.pwrite(self._file, line.encode(), 0)
 

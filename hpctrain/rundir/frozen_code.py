@@ -30,8 +30,6 @@ __all__ = [
     "LARGEST",
     "STORE",
     "Snapshot",
-    "changes",
-    "difference",
     "files",
     "freeze",
     "note_job",
@@ -198,44 +196,6 @@ def files(store: Path, tree: str) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
     os.utime(store / f"{tree}.json")
     return folder
-
-
-def changes(store: Path, before: str, tree: str) -> tuple[list[str], list[str]]:
-    """Return the files of a snapshot that another one has not, or has otherwise, and those gone.
-
-    Args:
-        store: folder of the snapshots.
-        before: name of the other snapshot; of one that is not known, nothing counts.
-        tree: name of the snapshot.
-
-    Raises:
-        StartError: there is no such snapshot.
-        NoAnswerError: git is missing or fails.
-    """
-    env = _environ(store, read(store, tree).objects)
-    known = bool(before) and (store / f"{before}.json").is_file()
-    if not known:
-        return _git(["ls-tree", "-r", "-z", "--name-only", tree], env, store).split("\0")[:-1], []
-    words = ["diff-tree", "-r", "-z", "--no-renames", "--name-status", before, tree]
-    entries = _git(words, env, store).split("\0")[:-1]
-    pairs = list(zip(entries[::2], entries[1::2], strict=True))
-    return (
-        [name for status, name in pairs if status != "D"],
-        [name for status, name in pairs if status == "D"],
-    )
-
-
-def difference(store: Path, tree: str) -> str:
-    """Return what has changed in a project since a snapshot, as git shows it; empty for nothing.
-
-    Raises:
-        StartError: there is no such snapshot.
-        NoAnswerError: git is missing or fails.
-    """
-    before = read(store, tree)
-    now = freeze(Path(before.root), store)
-    env = _environ(store, before.objects)
-    return _git(["diff", "--no-ext-diff", tree, now.tree], env, store)
 
 
 def _environ(store: Path, objects: str) -> dict[str, str]:

@@ -67,19 +67,22 @@ class Agreement:
         sums = self._consensus.step(values, self._doing(step, epoch))
         return sums is not None and self._act_on(sums, step, epoch)
 
-    def now(self, what: str, step: int, epoch: int) -> None:
+    def now(self, what: str, step: int, epoch: int) -> bool:
         """Wait for all ranks, and act on their values.
 
         Args:
             what: purpose of the exchange, for error messages.
             step, epoch: position of the run.
 
+        Returns:
+            Whether a checkpoint is due.
+
         Raises:
             NonFiniteError, ReplicaError: as for `step`.
         """
         doing = self._doing(step, epoch)
         meet(self._context.backend, f"{what}, {doing}")
-        self._act_on(self._consensus.now(self._values(), doing), step, epoch)
+        return self._act_on(self._consensus.now(self._values(), doing), step, epoch)
 
     def _values(self) -> dict[str, Any]:
         """Return this rank's values: stop requests, failures, what is due."""

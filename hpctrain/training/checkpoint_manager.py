@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -24,11 +24,43 @@ from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.sharded_state import held
 from hpctrain.training.state import Position, gather, refuse_nonfinite
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "Spacing"]
 
 # Assumed duration of the first save.
 _SECONDS_OF_A_SAVE = 10.0
 _MARGIN_SECONDS = 5.0
+
+# Without an interval, saves stall the training for at most this share of the time. The time between
+# two saves has limits: the lower one protects the file system from small models.
+_SHARE = 0.005
+_MIN_SECONDS, _MAX_SECONDS = 10.0, 600.0
+_STALL_OF_FIRST_SAVE = 0.3  # assumed, so that the first save comes after a minute
+
+
+class Spacing:
+    """Distance of checkpoints without an interval, from the time that each save has cost.
+
+    Args:
+        clock: function that returns seconds; tests replace it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = self._last = clock()
+        self._stall, self._total = _STALL_OF_FIRST_SAVE, 0.0
+
+    def due(self) -> bool:
+        """Check whether the next save is due: its cost fits, or the last one is long ago."""
+        now = self._clock()
+        since = now - self._last
+        fits = now - self._begun >= (self._total + self._stall) / _SHARE
+        fits = fits and since >= max(_MIN_SECONDS, self._stall / _SHARE)
+        return fits or since >= _MAX_SECONDS
+
+    def saved(self, seconds: float) -> None:
+        """Record a save, and how many seconds the training has waited for it."""
+        self._stall, self._last = seconds, self._clock()
+        self._total += seconds
 
 
 class CheckpointManager:
@@ -44,6 +76,8 @@ class CheckpointManager:
 
     Attributes:
         saved: newest position whose state is on the disk or being written there.
+        at_epochs: whether each epoch ends with a save: if an interval is given, or if the best
+            checkpoint is kept.
         memory_every: steps between two copies in memory; 0 for none.
     """
 
@@ -73,6 +107,9 @@ class CheckpointManager:
             commit=nullcontext if lock is None else lock.commit,
             team=_team(context, journal.directory),
         )
+        every, minutes = options.checkpoint_every, options.checkpoint_minutes
+        self._spacing = Spacing() if every is None and minutes is None else None
+        self.at_epochs = self._spacing is None or options.keep_best is not None
         self._since = time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -81,11 +118,13 @@ class CheckpointManager:
         return every is not None and step % every == 0
 
     def overdue(self) -> bool:
-        """Check whether --checkpoint-minutes have passed; only rank 0 can return True."""
-        minutes = self._context.options.checkpoint_minutes
-        if self._context.world.rank > 0 or minutes is None:
+        """Check whether the time for a save has come; only rank 0 can return True."""
+        if self._context.world.rank > 0:
             return False
-        return time.monotonic() - self._since >= 60 * minutes
+        if self._spacing is not None:
+            return self._spacing.due()
+        minutes = self._context.options.checkpoint_minutes
+        return minutes is not None and time.monotonic() - self._since >= 60 * minutes
 
     def failed(self) -> bool:
         """Check whether a write has failed; only rank 0 can return True, once for each failure."""
@@ -151,26 +190,27 @@ class CheckpointManager:
                 be loaded again.
             ReplicaError: the ranks do not have the same weights any more.
         """
-        context = self._context
+        context, begun = self._context, time.monotonic()
         refuse_nonfinite(context, position.step)
         if to_disk:
             self._settle()
-        with nullcontext() if context.ema is None else context.ema.original():
-            self._replicas.compare(position.step)
-            state = gather(context, self._others, position, log, self._memory is not None)
-            own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
-            facts = {**self._facts, **own}
-            if self._memory is not None:
-                own_part = held(context, state)[0] if context.backend.sharded else state
-                copy = partial(self._memory.save, position.step, own_part, facts)
-                on_all_ranks(context.backend, copy)
-            if to_disk:
-                parts, extents = held(context, state)
-                prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
-                self._writer.start(on_all_ranks(context.backend, prepare))
-                self.saved = position
-                self._taken[position.step] = position
-                self._since = time.monotonic()
+        self._replicas.compare(position.step)
+        state = gather(context, self._others, position, log, self._memory is not None)
+        own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
+        facts = {**self._facts, **own}
+        if self._memory is not None:
+            own_part = held(context, state)[0] if context.backend.sharded else state
+            copy = partial(self._memory.save, position.step, own_part, facts)
+            on_all_ranks(context.backend, copy)
+        if to_disk:
+            parts, extents = held(context, state)
+            prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
+            self._writer.start(on_all_ranks(context.backend, prepare))
+            self.saved = position
+            self._taken[position.step] = position
+            self._since = time.monotonic()
+            if self._spacing is not None:
+                self._spacing.saved(self._since - begun)
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is written; called by all ranks.

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.arguments import Batches, Options, plan_batches
 from hpctrain.backends.base import Backend
+from hpctrain.backends.meta_models import Unfilled
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
 from hpctrain.data import TrainingSampler
@@ -19,7 +20,6 @@ from hpctrain.data.own_loaders import batch_size
 from hpctrain.data.shared import share
 from hpctrain.data.shared_order import Shared, Sharing
 from hpctrain.data.shared_stream import SharedStream
-from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
@@ -59,11 +59,12 @@ class Context:
 
         events: calls from lower layers to the session and the run.
         models, optimizers: prepared models and optimizers, in the order of preparation.
+        unfilled: values that prepared models on the meta device still need.
+        resumed: whether the run has the weights of its checkpoint, and has trained no step since.
         samplers: samplers of the loaders of training sets.
         datasets: data sets of the loaders, in the order in which the loaders were created.
         adopted: whether the batch size is that of a prepared loader.
         stream: loader of the script that the run is in, if its state may be in the checkpoint.
-        ema: moving average of the prepared models' weights; None without `--ema`.
         weight: weight of the current micro-batch in its step; 1 if all have the same number of
             samples.
         in_body: whether the loop is processing a batch of a run.
@@ -88,11 +89,12 @@ class Context:
     events: Events = field(default_factory=Events)
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    unfilled: list[Unfilled] = field(default_factory=list)
+    resumed: bool = False
     samplers: list[TrainingSampler] = field(default_factory=list)
     datasets: list[Dataset[Any]] = field(default_factory=list)
     adopted: bool = False
     stream: SharedStream | None = None
-    ema: EMA | None = None
     weight: float = 1.0
     in_body: bool = False
     stepped: bool = False

@@ -67,7 +67,7 @@ class GradientGuard:
                     "that they add up, which is what --accumulate is for",
                     "remove model.zero_grad(): session.step() clears the gradients, or the "
                     "optimizer's zero_grad() where a step ends",
-                    "clip by --clip-norm, which clips before each step",
+                    "hpctrain.Session(clip_norm=X), which clips before each step",
                 )
         elif self._left or sentinel.grad is not None:
             self._left -= self._left > 0

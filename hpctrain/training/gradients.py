@@ -195,7 +195,8 @@ class Gradients:
                 "HT604",
                 "gradients are clipped after session.step(), which has applied and cleared them",
                 "that they are clipped before the update",
-                "remove clip_grad_norm_() or clip_grad_value_(); --clip-norm X or --clip-value X",
+                "remove clip_grad_norm_() or clip_grad_value_(), and use "
+                "hpctrain.Session(clip_norm=X) or Session(clip_value=X)",
                 "session.backward(loss), session.clip_grad_norm_(…), optimizer.step()",
             )
         if self._precision.scaler is not None and self._passes and not self._unscaled:
@@ -211,7 +212,7 @@ class Gradients:
             self._backend.sync_gradients()  # after the script's own loss.backward()
 
     def end_step(self) -> None:
-        """Update the loss scale and the average of the weights.
+        """Update the loss scale.
 
         Several optimizers can use the gradients of one backward pass, with one loss scale. So this
         is called before the next pass, or at the end of the micro-batch.
@@ -221,8 +222,6 @@ class Gradients:
             if self._unscaled:
                 self._unscaled.clear()
             self._precision.update()
-            if self._context.ema is not None:
-                self._context.ema.update()
 
     def end_micro_batch(self, stepped: bool) -> None:
         """Begin the next micro-batch.

@@ -27,9 +27,8 @@ from hpctrain.training.context import Context
 __all__ = ["claim", "facts", "is_again", "note_start", "of_run", "refuse_fruitless"]
 
 FORMAT = 1
-# Values that identify a run; all others may change from one start to the next. `data` is None if
-# the script has no such option, and then matches any data.
-_IDENTITY = ("name", "data", "model")
+# Values that identify a run; all others may change from one start to the next.
+_IDENTITY = ("name", "model")
 
 
 def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirectory, Lock | None]:
@@ -50,7 +49,7 @@ def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirec
             foreign files; it cannot be written; or another start uses it.
     """
     options, job = context.options, context.allocation
-    own = {"name": name, "data": options.data, "model": _signature(context.models)}
+    own = {"name": name, "model": _signature(context.models)}
     resume = options.resume
     if resume is None:
         resume = options.elastic or is_again(env) or (job is not None and job.restart_count > 0)

@@ -18,11 +18,10 @@ from torch import Tensor
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
 from hpctrain.errors import UsageError
-from hpctrain.monitoring.drawing import HEADS
 from hpctrain.monitoring.progress import clock
 from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
-from hpctrain.rundir import RunDirectory
+from hpctrain.rundir import POSITIONS, RunDirectory
 from hpctrain.rundir.effective_time import EffectiveTime
 
 __all__ = ["Metrics", "no_number", "table", "trim"]
@@ -265,7 +264,7 @@ class Metrics:
                 self._events.row(full, row.training)
 
     def _remember(self, row: Mapping[str, Any]) -> None:
-        self.last.update({k: v for k, v in row.items() if k not in HEADS})
+        self.last.update({k: v for k, v in row.items() if k not in POSITIONS})
 
 
 def _head(step: int, epoch: int) -> dict[str, Any]:

@@ -143,6 +143,11 @@ class Monitor:
         self._trained += (step - self._first) * self._samples
         self._progress.end_epoch(step)
 
+    def ahead(self, step: int) -> tuple[int | None, float | None]:
+        """Return the steps of the run, and the estimated seconds to its end; None if unknown."""
+        course = self._progress.course
+        return course.end, course.seconds_left(step)
+
     def see_samples(self, count: int) -> None:
         """Take the number of samples in a step from a loader created by the script.
 

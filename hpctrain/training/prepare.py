@@ -1,34 +1,27 @@
 """Preparation of models for a session, and checks of what they need."""
 
-import math
 import os
-import shlex
 import shutil
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
-from hpctrain import checkpoint
 from hpctrain.arguments import Options
-from hpctrain.backends.base import Backend
 from hpctrain.backends.blocks import find_blocks
-from hpctrain.backends.meta_models import allocate, on_meta
+from hpctrain.backends.meta_models import Unfilled, allocate, on_meta
 from hpctrain.backends.transparent import Transparent
 from hpctrain.data.feed import Placement
 from hpctrain.errors import UsageError
-from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
-from hpctrain.training.consensus import on_all_ranks, on_rank_zero
+from hpctrain.training import sync_batchnorm
 from hpctrain.training.context import Context
 
 __all__ = [
     "check_compiler",
-    "check_weights",
     "inner",
     "place_batches",
     "prepare_model",
@@ -65,24 +58,6 @@ def check_compiler(options: Options, device: torch.device) -> None:
         )
 
 
-def check_weights(options: Options, rank: int) -> None:
-    """Check `--init-from` before the rendezvous; rank 0 checks and reads it for all ranks.
-
-    Raises:
-        UsageError: the file cannot be opened, the package that reads it is missing, or there is
-            `--init-skip` and no file.
-    """
-    if options.init_skip is not None and options.init_from is None:
-        raise UsageError(
-            "HT714",
-            f"--init-skip {shlex.quote(options.init_skip)} without --init-from",
-            "a file, of which it leaves out a part",
-            "--init-from FILE",
-        )
-    if options.init_from is not None and rank == 0:
-        checkpoint.check_weights(Path(options.init_from))
-
-
 def prepare_model(model: nn.Module, context: Context) -> nn.Module:
     """Prepare a model for training with the other ranks, with the weights of rank 0.
 
@@ -91,18 +66,15 @@ def prepare_model(model: nn.Module, context: Context) -> nn.Module:
         context: context of the training, with the models that were prepared before.
 
     Raises:
-        UsageError: the model does not fit the file of `--init-from`.
+        UsageError: a part of the model is on the meta device, where `load_weights` cannot fill it.
     """
     backend, options, placement = context.backend, context.options, context.placement
-    number = len(context.models)
     unfilled = on_meta(model) if placement.device.type != "meta" else []
     if unfilled:
-        _refuse_without_values(model, unfilled, options)
+        _refuse_parts(model, unfilled)
     if not backend.sharded:
         if unfilled:
             allocate(model, "cpu")
-        if options.init_from is not None:
-            on_rank_zero(backend, lambda: _fill(model, number, options))
         model.to(placement.device)
         if placement.channels_last:
             for parameter in model.parameters():
@@ -114,12 +86,12 @@ def prepare_model(model: nn.Module, context: Context) -> nn.Module:
         sync_batchnorm.convert(model, backend)
     context.precision.convert(model)
     if options.activation_checkpointing:
-        _checkpoint_activations(model, options.fsdp_blocks)
+        _checkpoint_activations(model, options.settings("fsdp")["blocks"])
     if options.compile:
         model.compile()  # type: ignore[no-untyped-call]
     wrapped = backend.wrap(model)
-    if backend.sharded and options.init_from is not None:
-        on_all_ranks(backend, lambda: _fill(model, number, options, backend))
+    if unfilled:
+        context.unfilled.append(Unfilled(inner(wrapped), unfilled))
     return wrapped
 
 
@@ -144,46 +116,25 @@ def _checkpoint_activations(model: nn.Module, names: str | None) -> None:
             f"--activation-checkpointing, and no container of the {type(model).__name__} has "
             "several modules of one class",
             "blocks whose activations are computed again",
-            "--fsdp-blocks CLASS, with the class of the blocks",
+            "--fsdp blocks=CLASS, with the class of the blocks",
         )
     for block in blocks:
         block.forward = partial(activation_checkpoint, block.forward, use_reentrant=False)
     logger.info("the activations of %d blocks are computed again", len(blocks))
 
 
-def _fill(model: nn.Module, number: int, options: Options, backend: Backend | None = None) -> None:
-    """Load the file of `--init-from` into a model, or what this rank of a backend holds of it."""
-    skip = [pattern.strip() for pattern in (options.init_skip or "").split(",") if pattern.strip()]
-    path = Path(options.init_from or "")
+def _refuse_parts(model: nn.Module, unfilled: Sequence[str]) -> None:
+    """Refuse a model on the meta device that cannot get all of its values from a file.
 
-    def read(weight: checkpoint.Weight, like: Tensor) -> Tensor:
-        if backend is None or weight.shape != like.shape or not weight.shape:
-            return weight.read(...)
-        extent, row = backend.extent(like), max(1, math.prod(weight.shape[1:]))
-        rows = weight.read(slice(extent.start // row, extent.stop // row))
-        return backend.from_part(rows.to(like.dtype).reshape(-1), like)
-
-    checkpoint.fill_weights(path, model, number, skip, read)
-
-
-def _refuse_without_values(model: nn.Module, unfilled: Sequence[str], options: Options) -> None:
-    """Refuse a model on the meta device whose values nothing gives.
+    Args:
+        model: model to check.
+        unfilled: names of its tensors on the meta device.
 
     Raises:
-        UsageError: there is no `--init-from` for all of it, or it has a buffer that no file has.
+        UsageError: only some parameters are there, or a buffer that no file has.
     """
     absent = [name for name in unfilled if name not in model.state_dict()]
     made = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-    if options.init_from is None or options.init_skip:
-        raise UsageError(
-            "HT624",
-            f"{unfilled[0]} and {len(unfilled) - 1} more tensors of the {type(model).__name__} are "
-            "on the meta device, without values"
-            + (", and --init-skip" if options.init_skip else ""),
-            "the values of all of them",
-            "--init-from FILE, without --init-skip (also with --resume, for the first start)",
-            "the model on the CPU",
-        )
     if made:
         raise UsageError(
             "HT624",
@@ -198,7 +149,7 @@ def _refuse_without_values(model: nn.Module, unfilled: Sequence[str], options: O
             "not in its state_dict()",
             "values for it",
             "with torch.device('cpu'): self.register_buffer(…, persistent=False)",
-            "self.register_buffer(…), which the file then has to contain",
+            "self.register_buffer(…), which the file of weights then has to contain",
         )
 
 

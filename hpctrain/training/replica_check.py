@@ -304,11 +304,6 @@ def _tensors(context: Context) -> Iterator[tuple[str, Tensor]]:
                 if isinstance(value, Tensor):
                     where = names.get(id(key), "a parameter")
                     yield f"{name} of {type(optimizer).__name__} for {where}", value.detach()
-    if context.ema is not None:
-        for number, averages in enumerate(context.ema.state_dict()["averages"]):
-            model_name = f"model {number}, " if len(context.models) > 1 else ""
-            for name, average in averages.items():
-                yield f"the average of {model_name}{name}", average
 
 
 def _bits(tensor: Tensor) -> Tensor:

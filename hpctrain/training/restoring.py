@@ -11,16 +11,18 @@ from torch.optim import Optimizer
 
 from hpctrain import checkpoint
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.optim import scheduled
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, plain_state, sharded_state
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
+from hpctrain.training.schedulers import scheduled
 from hpctrain.training.state import Position
 
 __all__ = ["Restored", "restore"]
+
+_PARTS = {"model", "optimizer", "precision", "state", "position", "ranks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,14 @@ def restore(
     position = state["position"]
     _compare(context, directory, position)
     _fill("model", context.models, state["model"])
+    for unfilled in context.unfilled:
+        unfilled.close()
+    context.resumed = True
     _train_again(context, position)
     rates = _rates(context)
     states, later = _split_groups(context, position, state["optimizer"])
     _fill("optimizer", context.optimizers, states)
-    course = context.options.sets_rates or any(map(scheduled, context.optimizers))
-    if rates != _rates(context) and not course:
+    if rates != _rates(context) and not any(map(scheduled, context.optimizers)):
         logger.warning(
             "the learning rate is that of the checkpoint, %s, not that of this start, %s",
             _rates(context),
@@ -93,12 +97,7 @@ def restore(
             position["precision"],
         )
     context.precision.load_state_dict(state["precision"])
-    if context.ema is not None and "ema" in state:
-        context.ema.load_state_dict(state["ema"])
-    elif context.ema is not None:
-        logger.warning("the checkpoint has no average of the weights; it starts anew from them")
-        context.ema.restart()
-    ranks = [rank.get("values", {}) for rank in state["ranks"]]
+    ranks = [rank["values"] for rank in state["ranks"]]
     values = plain_state.of_rank(others, ranks, context.world.rank, context.world.world_size)
     for name, thing in others.items():
         if name in state["state"] and not plain_state.is_plain(thing):
@@ -121,7 +120,7 @@ def restore(
         position["epoch"],
         position["epoch_step"],
         position["rows"],
-        position.get("skipped", 0) * position["world_size"] // context.world.world_size,
+        position["skipped"] * position["world_size"] // context.world.world_size,
     )
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
@@ -137,16 +136,17 @@ def _split_groups(
     `add_param_group` may have added groups during training, as for unfrozen layers. A script that
     resumes may add them again, or may already be past the place where it did.
     """
-    first, names = list(states), position.get("groups", [])
+    first = list(states)
     later: list[Callable[[], None]] = []
-    for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False)):
+    saved_of = zip(context.optimizers, states, position["groups"], strict=False)
+    for number, (optimizer, saved, names) in enumerate(saved_of):
         there = len(optimizer.param_groups)
-        if number < len(names) and len(saved["param_groups"]) > there:
+        if len(saved["param_groups"]) > there:
             groups = saved["param_groups"][:there]
             kept = {index for group in groups for index in group["params"]}
             state = {index: one for index, one in saved["state"].items() if index in kept}
             first[number] = {**saved, "state": state, "param_groups": groups}
-            later.append(partial(_add_groups, context, optimizer, saved, names[number]))
+            later.append(partial(_add_groups, context, optimizer, saved, names))
     return first, later
 
 
@@ -175,7 +175,7 @@ def _add_groups(
 
 def _train_again(context: Context, position: Mapping[str, Any]) -> None:
     """Freeze and unfreeze parameters as they were in the checkpoint."""
-    for model, names in zip(context.models, position.get("trained", ()), strict=False):
+    for model, names in zip(context.models, position["trained"], strict=True):
         trained, changed = set(names), []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad != (name in trained):
@@ -189,7 +189,7 @@ def _train_again(context: Context, position: Mapping[str, Any]) -> None:
                 "trained" if changed[0] in trained else "frozen",
             )
     # The steps that showed it may all be before the checkpoint.
-    for model, unused in zip(context.models, position.get("unused", ()), strict=False):
+    for model, unused in zip(context.models, position["unused"], strict=True):
         if unused:
             context.backend.expect_unused(model)
 
@@ -246,7 +246,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
             raise UsageError(
                 "HT621",
                 f"the checkpoint's {kind} does not fit that of the script: {error}",
-                "the same script, and the same --decay",
+                "the same script, with the same groups of parameters",
                 "--run-dir DIR for another directory",
             ) from None
 
@@ -295,7 +295,7 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
         try:
             if step not in found:
                 raise CheckpointError("HT707", f"no step {step} in {directory.checkpoints} here")
-            opened = checkpoint.open_checkpoint(found[step], step, run=run)
+            opened = checkpoint.open_checkpoint(found[step], step, _PARTS, run=run)
             sharded_state.divide(context, opened.state)
             state = opened.read()
         except CheckpointError as error:
@@ -306,11 +306,45 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
         seen = backend.gather_object(damage)
         first = on_rank_zero(backend, lambda: next(filter(None, seen), None))  # noqa: B023
         if first is None and state is not None:
+            _ignore(context, directory, step, state, "ema.pt" in opened.manifest["files"])
             return step, state
         logger.error("%s; trying the previous one", first)
     if steps:
         on_rank_zero(backend, lambda: checkpoint.refuse_damaged(directory, len(steps)))
     return None
+
+
+def _ignore(
+    context: Context, directory: RunDirectory, step: int, state: Mapping[str, Any], averaged: bool
+) -> None:
+    """Name in the log what only earlier versions kept, and remove its learning rates.
+
+    Args:
+        context: context of the training.
+        directory: run directory.
+        step: step of the checkpoint.
+        state: its state, changed in place.
+        averaged: whether the checkpoint has a moving average of the weights.
+    """
+    ignored = ["moving average (session.ema)"] if averaged else []
+    if on_rank_zero(context.backend, lambda: _had_schedule(directory, step)):
+        ignored.append("learning rates of --lr-schedule")
+        for optimizer, saved in zip(context.optimizers, state["optimizer"], strict=False):
+            for number, group in enumerate(saved["param_groups"]):
+                own = {"lr": group.pop("initial_lr", group["lr"])}
+                if number < len(optimizer.param_groups):
+                    own = optimizer.param_groups[number]
+                group.update({name: own[name] for name in ("lr", "initial_lr") if name in own})
+    if ignored:
+        logger.info("checkpoint %s: ignored: %s", directory.checkpoint(step), ", ".join(ignored))
+
+
+def _had_schedule(directory: RunDirectory, step: int) -> bool:
+    """Return whether the start that wrote a checkpoint had options for a schedule."""
+    starts = [line for line in directory.lines(directory.starts) if line.get("step", 0) < step]
+    options = (starts[-1].get("options") or {}) if starts else {}
+    warmup = options.get("lr_warmup_epochs") or options.get("lr_warmup_steps")
+    return bool(warmup) or options.get("lr_schedule", "constant") != "constant"
 
 
 def _refuse_unlike(directory: RunDirectory, unlike: Sequence[bool], steps: Sequence[int]) -> None:

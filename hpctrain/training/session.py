@@ -1,14 +1,13 @@
 """Training session of one rank: connects World, Backend and Precision."""
 
-import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, TypeVarTuple, overload
+from typing import Any, Self, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import data, errors
-from hpctrain.arguments import Batches, Given, Options, named
+from hpctrain.arguments import Batches, Given, Options, foreign_names, named, names_of
+from hpctrain.arguments.keywords import Keywords
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.job import Allocation
 from hpctrain.data.feed import Placement
 from hpctrain.data.loader import check_arguments
 from hpctrain.data.shared_order import Shared
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
-from hpctrain.optim import EMA
 from hpctrain.precision import Precision
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
@@ -34,6 +33,7 @@ from hpctrain.training import evaluation, prepare
 from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradients import Gradients
+from hpctrain.training.initial_weights import load_weights
 from hpctrain.training.preemption import Preemption, Stopped
 from hpctrain.training.prepare_optimizer import prepare_optimizer
 from hpctrain.training.setup import open_ranks
@@ -54,9 +54,10 @@ class Session(Collectives):
     message and its exit code.
 
     Args:
-        given: command line parsed by `hpctrain.options()` or any parser, or a dict. Names of
-            options are options, all others belong to the script. If `batch_size` is there and
-            None, the session sets it to the micro-batch size.
+        given: command line parsed by `hpctrain.options()`, or a dict of options. Of a command
+            line, a session reads only the options that `hpctrain.options()` has added; that of
+            another parser sets nothing. If the option `batch_size` is None there, the session sets
+            it to the micro-batch size.
         keywords: all options by name (`backend="ddp"`, `precision="bf16"`, …); they override what
             is given.
 
@@ -86,7 +87,7 @@ class Session(Collectives):
     workers: int
     preemption: Preemption
 
-    def __init__(self, given: Given = None, /, **keywords: Any) -> None:
+    def __init__(self, given: Given = None, /, **keywords: Unpack[Keywords]) -> None:
         self._undo = ExitStack()  # restores what a session changes in its process
         hook = sys.excepthook
         super().__init__()
@@ -97,6 +98,8 @@ class Session(Collectives):
             hook = sys.excepthook
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
+        if start.world.rank == 0:
+            _name_foreign(given, keywords)
         # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self._exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
@@ -112,7 +115,7 @@ class Session(Collectives):
             # An earlier session of this process may have left a file; it is out of date now.
             Path(self._exit_status_file).unlink(missing_ok=True)
         try:
-            self._open(start, named(given))
+            self._open(start, named(given), names_of(given))
         except BaseException as error:
             self._undo.close()
             if isinstance(error, HpctrainError):
@@ -122,12 +125,14 @@ class Session(Collectives):
         self._hooks = hook, sys.excepthook  # torch.distributed has set its own, too
         failure_record.note_session(self.world.rank, os.environ)
 
-    def _open(self, start: launchers.Start, given: MutableMapping[str, Any]) -> None:
-        options, shared = self.options, {field.name for field in dataclasses.fields(Options)}
+    def _open(
+        self, start: launchers.Start, given: MutableMapping[str, Any], names: Set[str]
+    ) -> None:
+        options = self.options
         self._context = context = open_ranks(
             start,
             options,
-            {name: value for name, value in given.items() if name not in shared},
+            {name: value for name, value in given.items() if name not in names},
             self.preemption,
             self._exit_status_file,
             os.environ,
@@ -141,7 +146,7 @@ class Session(Collectives):
         self._events.weight = partial(setattr, context, "weight")
         self._events.exchange = self._meet
         self._events.evaluation, self._events.exhausted = self._align, self._take_part
-        if given.get("batch_size", 0) is None:
+        if "batch_size" in names and given["batch_size"] is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
             given["batch_size"] = self.batches.batch_size
         self._gradients = Gradients(context)
@@ -198,9 +203,9 @@ class Session(Collectives):
         A later call adds further objects: another model, or an optimizer that replaces one with the
         same parameters. All ranks start with the weights of rank 0 and the state of its optimizers.
         A model keeps its attributes, `state_dict()` and parameter names. An optimizer keeps working
-        on its parameters, so it can be created before or after its model is prepared. Options that
-        change models: `--sync-batchnorm`, `--channels-last`, `--compile`. Options that change
-        optimizers: `--decay`, `--lr-scaling`.
+        on its parameters, so it can be created before or after its model is prepared. Its
+        learning rates and groups stay as they are. Options that change models:
+        `--sync-batchnorm`, `--channels-last`, `--compile`.
 
         A DataLoader is shared by the ranks: `run.batches` trains with it as with one that was not
         prepared, and any other iteration is an evaluation, which uses each sample once, over all
@@ -216,9 +221,8 @@ class Session(Collectives):
             The prepared objects in the given order; for one argument, the object itself.
 
         Raises:
-            UsageError: an object is none of these; a model does not fit the file of `--init-from`;
-                an optimizer has parameters of no prepared model, or a scheduler that has already
-                read values which an option changes; or another rank does something else.
+            UsageError: an object is none of these; an optimizer has parameters of no prepared
+                model; or another rank does something else.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
@@ -248,10 +252,40 @@ class Session(Collectives):
             if isinstance(thing, Optimizer) and thing not in context.optimizers:
                 prepare_optimizer(thing, context)
                 self._gradients.adopt(thing)
-        if self.options.ema is not None:
-            context.ema = EMA(models, self.options.ema, source=self.precision.master)
         self._gradients.watch()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def load_weights(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        key: str | None = None,
+        prefix: str = "",
+        skip: Sequence[str] = (),
+    ) -> None:
+        """Load weights and buffers from a file into a prepared model; all of them or none.
+
+        Call it on all ranks, between `prepare` and `run`. A model that was made on the meta device
+        gets its values here. A run that resumes has the weights of its checkpoint, in either order.
+        With fsdp each rank reads its rows of each weight; otherwise rank 0 reads for all ranks.
+
+        Args:
+            model: prepared model, or a module of one.
+            path: safetensors file, as `hpctrain export` writes it; folder of safetensors files, as
+                Hugging Face's libraries write it; or file of `torch.save`. Code in a file is never
+                run. Also a mapping from names to tensors, such as a `state_dict()`.
+            key: key of the weights in a file of `torch.save` (default: the weights themselves, or
+                one of the keys `model`, `state_dict`, `model_state_dict` and `module`).
+            prefix: start of the names in the file that belong to this model, and that the model's
+                own names lack (default: the one that all names in the file start with).
+            skip: patterns of names that keep the values of the script, such as `["fc.*"]`.
+
+        Raises:
+            UsageError: the model was not prepared, the file cannot be read, its names or shapes
+                differ from the model's, or a pattern matches no name; on all ranks.
+        """
+        load_weights(self._context, model, path, key, prefix, skip)
 
     def loader(
         self,
@@ -276,7 +310,7 @@ class Session(Collectives):
                 do not fill a global batch. False makes a smaller step of them, in which each
                 micro-batch is weighted by its number of samples.
             on_device: function applied to each batch on the device; the loop receives its result.
-                Example: `hpctrain.data.Normalize` for images that are transferred as bytes.
+                Example: to normalize images that are transferred as bytes.
             arguments: more arguments for `torch.utils.data.DataLoader`, such as `collate_fn`.
 
         Raises:
@@ -436,19 +470,6 @@ class Session(Collectives):
         """
         return Run(self._context, self._gradients, state or {}, name)
 
-    def averaged_weights(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which the prepared models have the weights of `--ema`.
-
-        Use it for evaluation. Without `--ema` the models keep their weights.
-        """
-        self._gradients.end_step()  # inside of a step of the run
-        return nullcontext() if self.ema is None else self.ema.swapped()
-
-    @property
-    def ema(self) -> EMA | None:
-        """Moving average of the prepared models' weights, or None without `--ema`."""
-        return self._context.ema
-
     @property
     def weight(self) -> float:
         """Weight of the current micro-batch in its step; 1 if all have as many samples.
@@ -546,3 +567,16 @@ class Session(Collectives):
             self.close(exit_codes.FAILED, f"{type(failure).__name__}: {failure}")
         if explained:
             raise explained from None
+
+
+def _name_foreign(given: Given, keywords: Collection[str]) -> None:
+    """Log which values of another parser's command line set no option, though one has the name."""
+    names = [name for name in foreign_names(given) if name not in keywords]
+    if names:
+        logger.warning(
+            "hpctrain.options() has not parsed this command line, so these arguments are the "
+            "script's alone and set no option of hpctrain: %s (to set them: parser = "
+            "hpctrain.options(), or keywords: hpctrain.Session(%s=…))",
+            ", ".join(names),
+            names[0],
+        )

@@ -142,7 +142,6 @@ def _equip(
             ),
         )
         prepare.check_compiler(options, chosen)
-        prepare.check_weights(options, world.rank)
         monitor.check(options, world.rank)
         settings = backends.BackendSettings(
             options.timeout + _SECONDS_TO_BLAME,

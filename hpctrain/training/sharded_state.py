@@ -25,8 +25,8 @@ __all__ = ["divide", "held", "joined", "names_of_groups"]
 def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Extent]]:
     """Return a state with what this rank holds of each tensor, and which part that is.
 
-    The parts are of what is the same on all ranks or divided among them: parameters, optimizer
-    states and averages. Called by all ranks.
+    The parts are of what is the same on all ranks or divided among them: parameters and
+    optimizer states. Called by all ranks.
 
     Args:
         context: context of the training.
@@ -49,15 +49,11 @@ def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[
         for name in values:
             if name in names:
                 models[-1][name] = own(values[name])
-    changed = {**state, "model": models}
-    for part in ("optimizer", "ema"):
-        if part in state:
-            changed[part] = map_tensors(own, state[part])
-    return changed, extents
+    return {**state, "model": models, "optimizer": map_tensors(own, state["optimizer"])}, extents
 
 
 def divide(context: Context, state: Mapping[str, Any]) -> None:
-    """Choose what this rank reads of the tensors in a checkpoint, or cut it out of whole ones.
+    """Choose what this rank reads of the tensors in a checkpoint.
 
     Args:
         context: context of the training.
@@ -70,7 +66,7 @@ def divide(context: Context, state: Mapping[str, Any]) -> None:
         convert = partial(context.backend.from_part, like=like)
         if isinstance(values[name], Stored):
             values[name].divide(extent.start, extent.stop, convert)
-        else:  # format 3, which has whole tensors
+        else:  # a tensor in the file of its part
             part = values[name].reshape(-1)[extent.start : extent.stop]
             values[name] = convert(part.clone())  # not a view, which keeps the whole tensor
 
@@ -108,17 +104,12 @@ def _places(
         shape_of: function that returns the shape which such a tensor has, of its parameter.
     """
     models = [dict(model.named_parameters(remove_duplicate=False)) for model in context.models]
-    averages = state["ema"]["averages"] if "ema" in state else []
     found = [
         (values, name, parameters[name])
-        for those in (state["model"], averages)
-        for values, parameters in zip(those, models, strict=False)
+        for values, parameters in zip(state["model"], models, strict=False)
         for name in values.keys() & parameters.keys()
     ]
-    groups = state["position"].get("groups") or [
-        names_of_groups(context, optimizer) for optimizer in context.optimizers
-    ]
-    for saved, names in zip(state["optimizer"], groups, strict=False):
+    for saved, names in zip(state["optimizer"], state["position"]["groups"], strict=True):
         numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
         for number, (model, name) in zip(numbers, chain.from_iterable(names), strict=False):
             like = models[model].get(name) if 0 <= model < len(models) else None

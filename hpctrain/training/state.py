@@ -88,7 +88,7 @@ def refuse_nonfinite(context: Context, step: int) -> None:
             "HT613",
             f"the weights are not finite any more at step {step}, so they are not kept",
             "finite losses and gradients",
-            "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision fp32; "
+            "--resume, with a lower learning rate, clip_norm= or --precision fp32; "
             "it goes on from the checkpoint before",
         ).of_all(context.world.rank)
 
@@ -111,7 +111,7 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
         f"{most} steps in a row overflowed or had no finite loss, "
         f"on {ranks:.0f} of {context.world.world_size} ranks, before step {step}",
         f"fewer in a row (--max-nonfinite {most})",
-        "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision bf16; "
+        "--resume, with a lower learning rate, clip_norm= or --precision bf16; "
         f"it goes on from step {saved.step if saved else 0}",
     ).of_all(context.world.rank)
 
@@ -134,7 +134,7 @@ def gather(
 
     Returns:
         The state, with this rank's part of each tensor. Without `on_each_host`, other ranks than 0
-        have only parameters, optimizer states and averages that are right for all.
+        have only parameters and optimizer states that are right for all.
     """
     values = {
         name: plain_state.copied(one) for name, one in others.items() if plain_state.is_plain(one)
@@ -154,14 +154,11 @@ def gather(
     if on_each_host and context.world.rank > 0:
         for model, buffers in zip(models, first, strict=True):
             model.update(buffers)  # those of this rank may differ
-    state = {
+    return {
         "model": models,
         "optimizer": [optimizer.state_dict() for optimizer in context.optimizers],
         **small,
     }
-    if context.ema is not None:
-        state["ema"] = context.ema.state_dict()
-    return state
 
 
 def _of_rank_0(

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from hpctrain import optim
 from hpctrain.cluster import env_vars
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
@@ -27,7 +26,7 @@ from hpctrain.process.phases import (
 )
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.effective_time import Recorder
-from hpctrain.training import epoch_batches, prepare_optimizer
+from hpctrain.training import epoch_batches, schedulers
 from hpctrain.training.agreement import Agreement
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import meet
@@ -93,7 +92,6 @@ class Run:
         self._epochs: int | None = None
         limit = context.options.max_steps
         self._most_steps = sys.maxsize if limit is None else limit
-        self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches since the last step
         self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
         self._compared = False  # whether the ranks have compared their data sets
@@ -135,9 +133,15 @@ class Run:
         self._find_schedulers()
         memory = MemoryCopies.of_run(context, self.directory, os.environ)
         resumed = restore(context, self.directory, self._state, memory)
+        for unfilled in context.unfilled:
+            unfilled.refuse()
         position, on_disk = (resumed.position, resumed.on_disk) if resumed else (None, None)
         if resumed is not None:
             self._go_on(resumed)
+        elif context.options.resume or self.directory.lines(self.directory.starts):
+            logger.info(
+                "there is no checkpoint in %s: the run starts at step 0", self.directory.path
+            )
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
         self._replicas = ReplicaCheck(context, watchdog.seconds, self.step, resumed is not None)
@@ -181,11 +185,11 @@ class Run:
         Also restore schedulers that the script created after the run was opened.
         """
         kept = list(self._state.values())
-        for name, scheduler in optim.attached(self._context.optimizers, excluded=kept).items():
+        for name, scheduler in schedulers.attached(self._context.optimizers, excluded=kept).items():
             self._state[name] = scheduler
             if name in self._left:
                 scheduler.load_state_dict(self._left.pop(name))
-                optim.put_back_rates(scheduler)
+                schedulers.put_back_rates(scheduler)
 
     def _go_on(self, resumed: Restored) -> None:
         """Continue from a restored position."""
@@ -206,7 +210,10 @@ class Run:
         logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
     def epochs(self, default: int | None = None) -> Iterator[int]:
-        """Iterate over the remaining epochs, with a checkpoint at the end of each.
+        """Iterate over the remaining epochs, with a checkpoint at the end of the last one.
+
+        With `--checkpoint-every`, `--checkpoint-minutes` or `--keep-best`, each epoch ends with a
+        checkpoint. Without them, the time that a checkpoint takes decides where the next one is.
 
         Args:
             default: number of epochs if neither `--epochs` nor `--max-steps` is given.
@@ -258,8 +265,19 @@ class Run:
                 self._epoch_step = self._batches = 0
             pause = time.monotonic() - self._paused
             self._agreement.longest_pause = max(self._agreement.longest_pause, pause)
-            self.save()
+            self._end_epoch(last=self.epoch >= last or self.step >= self._most_steps)
             self._stop_here()
+
+    def _end_epoch(self, last: bool) -> None:
+        """Save at the end of an epoch, if a checkpoint is due or the loop ends there."""
+        self._drop_rest()
+        if not (last or self._checkpoints.at_epochs):
+            self._events.phase(WAITING)
+            due = self._agreement.now("the end of an epoch", self.step, self.epoch)
+            self._events.phase(IDLE)
+            if not due:
+                return
+        self.save()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.
@@ -298,7 +316,6 @@ class Run:
         iterator, length = epoch_batches.begin(
             loader, context, self.epoch, self._batches, state, self._monitor.see_samples
         )
-        self._plan(length)
         self._put_back_random()
         self._monitor.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
@@ -311,8 +328,6 @@ class Run:
                 if batch is _END:
                     return
                 phase(COMPUTING)
-                if self._index == 0 and self._schedule is not None:
-                    optim.apply(context.optimizers, self._schedule, self.step)
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     number = seeds.derive("step", options.seed, self.step, micro_batch)
@@ -357,6 +372,7 @@ class Run:
             UsageError: another rank has different data.
         """
         context = self._context
+        context.resumed = False
         self._find_schedulers()
         for name in self._left:
             logger.warning("the checkpoint has a %s, and this script has not", name)
@@ -424,7 +440,7 @@ class Run:
             self._events.phase(AGREEING)
             overdue = self._agreement.step(self.step, self.epoch)
             if self._recorder is not None:
-                self._recorder.step(self.step)
+                self._recorder.step(self.step, *self._monitor.ahead(self.step))
         if self._compares:
             self._events.phase(UPDATING)  # here the ranks wait for each other
             if self._compares == _FIRST_STEPS and self._recorder is not None:
@@ -548,14 +564,6 @@ class Run:
         if random is not None:
             random_states.put_back(random, self._context.device)
 
-    def _plan(self, length: int | None) -> None:
-        """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
-        schedule = prepare_optimizer.plan_schedule(self._context.options, length, self._epochs)
-        if schedule is not None and schedule != self._schedule:
-            prepare_optimizer.check_schedule(schedule, self._context.optimizers)
-            self._schedule = schedule
-            logger.info("learning rate: %s", schedule.describe())
-
     def _end_row(self) -> None:
         context, tail = self._context, self._monitor.lap(self.step)
         if context.optimizers:
@@ -604,6 +612,7 @@ class Run:
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
         date, opened = time.time(), vars(self)
+        self._context.resumed = False
         self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)
@@ -628,7 +637,6 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             **self._monitor.facts(),
-            "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import hpctrain
 
 with hpctrain.Session(
-    backend="horovod", horovod_op="adasum", batch_size=2, precision="fp64"
+    backend="horovod", horovod={"op": "adasum"}, batch_size=2, precision="fp64"
 ) as session:
     import horovod.torch as hvd
 

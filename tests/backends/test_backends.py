@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -379,31 +380,57 @@ def test_ddp_with_one_rank():
     assert ranks.values(ranks.run(1, sum_on_one_rank)) == [("ddp", 5)]
 
 
-def load_init_from(path, **options):
-    with session(batch_size=2, init_from=str(path), **options) as opened:
+def prepare_other_weights():
+    with session(batch_size=2) as opened:
+        torch.manual_seed(opened.world.rank)
+        before = small_model()
+        own = before[0].weight.tolist()
+        return own, opened.prepare(before)[0].weight.tolist()
+
+
+@HOROVOD_SLOW
+def test_all_ranks_begin_with_the_weights_of_rank_0(run):
+    results = ranks.values(run(3, prepare_other_weights))
+    assert len({str(own) for own, _ in results}) == 3
+    assert [prepared for _, prepared in results] == [results[0][0]] * 3
+
+
+def load(paths, **options):
+    """Load weights into two prepared models, and into a part of one; return their states."""
+    with session(batch_size=2, **options) as opened:
+        path = paths[opened.world.rank]
         model, other = opened.prepare(small_model(), small_model())
+        opened.load_weights(model, path)
+        opened.load_weights(other, path, skip=["0.*", "1.*"])
+        opened.load_weights(other[0], path, prefix="0.")
+        opened.load_weights(other[1], path, prefix="1.")
+        masters = [[opened.precision.master(p) for p in one.parameters()] for one in (model, other)]
         states = [one.state_dict() for one in (model, other)]
-        return [{name: value.tolist() for name, value in state.items()} for state in states]
+        values = [{name: value.tolist() for name, value in state.items()} for state in states]
+        return values, [[master.tolist() for master in some] for some in masters]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "O2"])
 @HOROVOD_SLOW
-def test_init_from_gives_all_ranks_the_weights_of_a_file(run, tmp_path):
+def test_loaded_weights_are_those_of_the_file_on_all_ranks(run, precision, tmp_path):
+    """Only rank 0 reads; in half precision, the master weights are not rounded."""
     torch.manual_seed(5)
-    sources = [small_model(), small_model()]
-    for source in sources:
-        source[1].running_mean.uniform_()
-    torch.save([source.state_dict() for source in sources], tmp_path / "weights.pt")
-    wanted = [
-        {name: value.tolist() for name, value in source.state_dict().items()} for source in sources
-    ]
-    for found in ranks.values(run(3, load_init_from, tmp_path / "weights.pt")):
-        assert found == wanted
+    source = small_model()
+    source[1].running_mean.uniform_()
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    paths = [tmp_path / "weights.pt", "absent", "absent"]
+    own = {name: value.tolist() for name, value in source.state_dict().items()}
+    for states, masters in ranks.values(run(3, partial(load, precision=precision), paths)):
+        for state, master in zip(states, masters, strict=True):
+            assert master == [value.tolist() for value in source.parameters()]
+            assert state["1.running_mean"] == own["1.running_mean"]
+            assert precision == "O2" or state == own
 
 
 @HOROVOD_SLOW
-def test_init_from_a_file_that_does_not_fit_is_an_error_on_all_ranks(run, tmp_path):
+def test_file_that_does_not_fit_is_an_error_on_all_ranks(run, tmp_path):
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
-    for path, words in (("other.pt", "has no 0.weight"), ("none.pt", "No such file")):
-        results = run(3, load_init_from, tmp_path / path)
+    for path, words in (("other.pt", "but not 0.weight"), ("none.pt", "No such file")):
+        results = run(3, load, [tmp_path / path] * 3)
         assert {type(result) for result in results} == {UsageError}, results
         assert all(words in result.found for result in results)

@@ -44,7 +44,7 @@ def train_on_all_ranks(*variants, run=ranks.run):
 
 def test_gradient_as_bucket_view_is_bit_equal_to_copies():
     found = train_on_all_ranks(
-        {"accumulate": 2}, {"accumulate": 2, "ddp_gradient_as_bucket_view": False}
+        {"accumulate": 2}, {"accumulate": 2, "ddp": "gradient-as-bucket-view=no"}
     )
     (views, settings), (copies, other_settings) = found
     assert (settings[0], other_settings[0]) == (True, False)
@@ -55,8 +55,8 @@ def check_order_of_sums(run):
     """Check that buckets and a static graph change no more of the weights than rounding does."""
     found = train_on_all_ranks(
         {"precision": "fp64"},
-        {"precision": "fp64", "ddp_bucket_mb": 0.1},
-        {"precision": "fp64", "ddp_static_graph": True},
+        {"precision": "fp64", "ddp": {"bucket_mb": 0.1}},
+        {"precision": "fp64", "ddp": "static-graph"},
         run=run,
     )
     mib = 2**20
@@ -80,8 +80,8 @@ COARSE = {"fp16": 2**-10, "bf16": 2**-7, "powersgd": 0.5}
 
 def check_compression(run):
     """Check each compression: equal weights on all ranks, in each repetition, near plain ones."""
-    more = {"powersgd": {"ddp_powersgd_start": 3, "ddp_powersgd_rank": 2}}
-    variants = [{"ddp_compression": name, **more.get(name, {})} for name in COARSE]
+    more = {"powersgd": {"powersgd_start": 3, "powersgd_rank": 2}}
+    variants = [{"ddp": {"compression": name, **more.get(name, {})}} for name in COARSE]
     (plain, _), *found = train_on_all_ranks({}, *variants, *variants, run=run)
     for number, limit in enumerate(COARSE.values()):
         (first, _), (again, _) = found[number], found[number + len(COARSE)]
@@ -94,20 +94,20 @@ def test_ddp_compression_is_equal_on_all_ranks_and_repeatable():
 
 
 REFUSED = [
-    ({"ddp_powersgd_rank": 4}, ["--ddp-powersgd-rank 4", "--ddp-compression powersgd", "HT311"]),
+    ({"ddp": "powersgd-rank=4"}, ["--ddp powersgd-rank=4", "compression=powersgd", "HT311"]),
     (
-        {"ddp_compression": "fp16", "ddp_powersgd_start": 5},
-        ["--ddp-powersgd-start 5 with --ddp-compression fp16"],
+        {"ddp": "compression=fp16,powersgd-start=5"},
+        ["--ddp powersgd-start=5 with compression=fp16"],
     ),
-    ({"ddp_compression": "powersgd", "ddp_powersgd_start": 1}, ["--ddp-powersgd-start 2"]),
+    ({"ddp": "compression=powersgd,powersgd-start=1"}, ["compression=powersgd,powersgd-start=2"]),
     (
-        {"ddp_compression": "powersgd", "precision": "fp16"},
+        {"ddp": "compression=powersgd", "precision": "fp16"},
         ["overflow", "--precision bf16", "HT313"],
     ),
-    ({"ddp_compression": "powersgd", "ddp_bucket_mb": 1.0}, ["leave --ddp-bucket-mb out"]),
+    ({"ddp": "compression=powersgd,bucket-mb=1"}, ["remove bucket-mb from --ddp"]),
     (
-        {"ddp_static_graph": True, "accumulate": 2},
-        ["fix:      leave --ddp-static-graph out", "or:       --accumulate 1"],
+        {"ddp": "static-graph", "accumulate": 2},
+        ["fix:      remove static-graph from --ddp", "or:       --accumulate 1"],
     ),
 ]
 
@@ -134,7 +134,7 @@ def test_bf16_compression_refused_by_torch_without_nccl(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     own = {"compression": "bf16", "static_graph": False, "powersgd_rank": 1, "powersgd_start": 1000}
-    with pytest.raises(hpctrain.errors.UsageError, match="--ddp-compression fp16") as refused:
+    with pytest.raises(hpctrain.errors.UsageError, match="--ddp compression=fp16") as refused:
         ddp_options.refuse_options(BackendSettings(1.0, 1.0, own=own), "gloo")
     assert refused.value.code == "HT316"
 
@@ -164,15 +164,15 @@ def prepare_cases(cases):
 
 def test_ddp_compression_refused_for_unsupported_gradients():
     cases = [
-        ({"ddp_compression": "fp16"}, sparse_model, ["0 has sparse gradients", "sparse=False"]),
-        ({"ddp_compression": "powersgd"}, sparse_model, ["0 has sparse gradients"]),
-        ({"ddp_compression": "fp16", "precision": "fp64"}, wide_model, ["in float64"]),
-        ({"ddp_compression": "fp16"}, half_model, ["in bfloat16"]),
-        ({"ddp_compression": "powersgd"}, mixed_model, ["float32 and float64", "one message"]),
+        ({"ddp": "compression=fp16"}, sparse_model, ["0 has sparse gradients", "sparse=False"]),
+        ({"ddp": "compression=powersgd"}, sparse_model, ["0 has sparse gradients"]),
+        ({"ddp": "compression=fp16", "precision": "fp64"}, wide_model, ["in float64"]),
+        ({"ddp": "compression=fp16"}, half_model, ["in bfloat16"]),
+        ({"ddp": "compression=powersgd"}, mixed_model, ["float32 and float64", "one message"]),
     ]
     results = ranks.values(ranks.run(3, prepare_cases, [case[:2] for case in cases]))
     for found in results:
         assert len(found) == len(cases)
         for message, (*_, words) in zip(found, cases, strict=True):
-            for word in [*words, "--ddp-compression none", "HT312"]:
+            for word in [*words, "remove compression from --ddp", "HT312"]:
                 assert word in message

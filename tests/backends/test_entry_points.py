@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError, UsageError
 
 TRAIN = """
 import hpctrain, torch
-with hpctrain.Session({"backend": "counting", "ddp_bucket_mb": 1}) as session:
+with hpctrain.Session({"backend": "counting", "ddp": {"bucket_mb": 1}}) as session:
     world = session.world
     total = session.all_reduce(torch.tensor(float(session.world.rank + 1)))
     print(world.launcher, world.rank, world.world_size, session.backend.name, total.item(),
@@ -76,10 +76,10 @@ def test_backend_of_another_package_has_the_options_of_the_one_that_it_extends(i
     installed()
     assert "counting" in backends.names()
     assert backends.options_of("counting") == "ddp"
-    options = arguments.Options(backend="counting", ddp_compression="fp16")
+    options = arguments.Options(backend="counting", ddp="compression=fp16")
     assert options.of_backend("counting")["compression"] == "fp16"
-    with pytest.raises(UsageError, match="--horovod-op"):
-        arguments.Options(backend="counting", horovod_op="sum").of_backend("counting")
+    with pytest.raises(UsageError, match="--horovod op=sum"):
+        arguments.Options(backend="counting", horovod="op=sum").of_backend("counting")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from checkpoints import load_newest, save
 from torch import nn
 
 import hpctrain
-import hpctrain.optim
 from hpctrain.backends.blocks import find_blocks
-from hpctrain.checkpoint import data_files, export
-from hpctrain.checkpoint import weights as weight_files
+from hpctrain.checkpoint import data_files, export, weight_files
+from hpctrain.compat.apex.lamb import LAMB
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 
@@ -127,12 +126,12 @@ def assert_close(found, expected, **tolerance):
             pytest.param(size, options, marks=pytest.mark.slow)
             for size, options in [
                 (2, {}),
-                (4, {"ema": 0.9}),
-                (3, {"fsdp_reshard": False}),
-                (3, {"fsdp_blocks": "Block,MultiheadAttention"}),
+                (4, {}),
+                (3, {"fsdp": {"reshard": False}}),
+                (3, {"fsdp": {"blocks": "Block+MultiheadAttention"}}),
                 (3, {"kind": torch.optim.SGD}),
                 *((size, {"epochs": 50}) for size in (2, 3, 4)),  # 200 steps
-                (4, {"fsdp_hybrid": True, "layout": (2, 2)}),
+                (4, {"fsdp": "hybrid", "layout": (2, 2)}),
             ]
         ),
     ],
@@ -169,7 +168,7 @@ def test_fsdp_has_the_losses_norms_and_weights_of_one_process(size, options):
     ],
 )
 def test_fsdp_resumes_from_and_for_each_backend_and_world(before, after):
-    options = {"early": True, "ema": 0.9}
+    options = {"early": True}
     start(after[1], "whole", after[0], **options)
     start(before[1], "parts", before[0], **options, max_steps=10)
     elastic = before[1] != after[1]
@@ -267,9 +266,9 @@ def test_blocks_are_what_the_model_repeats():
     [
         ({"precision": "fp16"}, "--backend fsdp with --precision fp16"),
         ({"check_replicas_every": 5}, "--check-replicas-every 5 with --backend fsdp"),
-        ({"fsdp_offload": True}, "--fsdp-offload on a CPU"),
-        ({"fsdp_hybrid": True, "layout": (2, 1)}, "2 ranks on node1, 1 rank on node2"),
-        ({"kind": hpctrain.optim.LAMB}, "LAMB under --backend fsdp"),
+        ({"fsdp": "offload"}, "--fsdp offload on a CPU"),
+        ({"fsdp": "hybrid", "layout": (2, 1)}, "2 ranks on node1, 1 rank on node2"),
+        ({"kind": LAMB}, "LAMB under --backend fsdp"),
     ],
 )
 def test_what_fsdp_cannot_do_is_refused(options, text):
@@ -277,8 +276,15 @@ def test_what_fsdp_cannot_do_is_refused(options, text):
         start(sum(options.get("layout", (2,))), "refused", "fsdp", **options)
 
 
-def train_from(folder, backend, meta, buffer=False):
-    """Train two steps from the weights in a folder; return the losses, and the sizes read."""
+def train_from(folders, backend, meta, buffer=False):
+    """Train two steps from the weights in a folder; return the losses, and the sizes read.
+
+    Args:
+        folders: folder for each rank, or one for all; None loads nothing.
+        backend: name of the backend.
+        meta: whether the model is made on the meta device.
+        buffer: whether a buffer that no file has is there, too.
+    """
     read = []
 
     class Recorded(weight_files.Weight):
@@ -291,7 +297,7 @@ def train_from(folder, backend, meta, buffer=False):
 
     weight_files.Weight = Recorded
     with hpctrain.Session(
-        backend=backend, precision="fp64", init_from=folder, max_steps=2, global_batch=12, seed=3,
+        backend=backend, precision="fp64", max_steps=2, global_batch=12, seed=3,
         log_every=1, run_dir="run",
     ) as session:  # fmt: skip
         with torch.device("meta" if meta else "cpu"):
@@ -301,6 +307,12 @@ def train_from(folder, backend, meta, buffer=False):
         if meta:
             model.register_buffer("kept", torch.arange(3.0), persistent=False)
         model = session.prepare(model)
+        folder = folders[session.world.rank] if isinstance(folders, list) else folders
+        if meta and folder:
+            with pytest.raises(UsageError, match=r"words\.weight and .*have no values"):
+                model(torch.zeros(1, 5, dtype=torch.int64, device=session.device))
+        if folder:
+            session.load_weights(model, folder)
         if meta:
             assert model.kept.tolist() == [0, 1, 2]
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -341,10 +353,16 @@ def test_model_without_memory_begins_with_the_weights_of_a_folder(weights, backe
         assert bool(read) == (backend == "fsdp")
 
 
+def test_folder_that_one_rank_lacks_is_an_error_on_all_ranks(weights):
+    results = ranks.run(3, train_from, [weights, weights, "absent"], "fsdp", True)
+    assert {type(result) for result in results} == {UsageError}, results
+    assert all("absent: No such file" in result.found for result in results)
+
+
 @pytest.mark.parametrize(
     ("source", "buffer", "text"),
     [
-        (None, False, "on the meta device, without values"),
+        (None, False, "words.weight and 31 more tensors of the Language"),
         ("weights", True, "the buffer scale of the Language is on the meta device"),
     ],
 )

@@ -6,7 +6,7 @@ from test_fsdp import STEPS, assert_close, start, state
 
 @pytest.mark.parametrize(
     "options",
-    [{"early": True}, {"fsdp_reshard": False, "ema": 0.9}, {"fsdp_offload": True}],
+    [{"early": True}, {"fsdp": "reshard=no"}, {"fsdp": "offload"}],
     ids=["weights on the GPU", "ZeRO-2", "weights in the memory of the host"],
 )
 def test_fsdp_over_nccl_has_the_losses_norms_and_weights_of_one_process(nccl, options):

@@ -345,7 +345,7 @@ def skip_later(**options):
 
 
 def skip_later_as_declared():
-    return train_skipping(8, ddp_find_unused_parameters=True)
+    return train_skipping(8, ddp={"find_unused_parameters": True})
 
 
 def test_layer_that_a_later_step_leaves_out_is_named():
@@ -353,7 +353,7 @@ def test_layer_that_a_later_step_leaves_out_is_named():
         assert isinstance(result, UsageError), result
         assert result.code == "HT310"
         assert "no gradient was computed for sometimes.weight, sometimes.bias" in str(result)
-        assert "--ddp-find-unused-parameters" in str(result)
+        assert "--ddp find-unused-parameters" in str(result)
     (alone,) = ranks.values(ranks.run(1, skip_later))
     for weights in ranks.values(ranks.run(2, skip_later_as_declared)):
         assert weights == pytest.approx(alone, rel=1e-9)

@@ -298,29 +298,29 @@ def test_horovod_options_are_bit_equal_to_horovod_baseline(accumulate):
 REFUSED = {
     3: [
         (
-            {"horovod_op": "sum", "horovod_gradient_predivide_factor": 2.0},
-            "--horovod-gradient-predivide-factor 2 with --horovod-op sum",
+            {"horovod": {"op": "sum", "gradient_predivide_factor": 2.0}},
+            "--horovod gradient-predivide-factor=2 with op=sum",
             "HT311",
-            "--horovod-op average",
+            "--horovod op=average",
         ),
         (
-            {"horovod_groups": 1, "horovod_gradient_predivide_factor": 2.0},
+            {"horovod": {"groups": 1, "gradient_predivide_factor": 2.0}},
             "Horovod reduces groups without it",
             "HT311",
-            "leave --horovod-groups out",
+            "remove groups from --horovod",
         ),
-        ({"horovod_op": "adasum"}, "--horovod-op adasum with 3 ranks", "HT314", "2 ranks"),
+        ({"horovod": "op=adasum"}, "--horovod op=adasum with 3 ranks", "HT314", "2 ranks"),
     ],
     2: [
         (
-            {"horovod_op": "adasum", "precision": "fp16"},
+            {"horovod": "op=adasum", "precision": "fp16"},
             "adasum with --precision fp16",
             "HT313",
             "--precision bf16",
         ),
         (
-            {"horovod_op": "adasum"},
-            "--horovod-op adasum over gloo, under hpctrain",
+            {"horovod": "op=adasum"},
+            "--horovod op=adasum over gloo, under hpctrain",
             "HT314",
             "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
         ),
@@ -499,11 +499,11 @@ def train_sparse(**options):
 def train_sparse_with_options():
     found = [
         train_sparse(),
-        train_sparse(horovod_sparse_as_dense=True),
-        train_sparse(horovod_compression="fp16"),
+        train_sparse(horovod="sparse-as-dense"),
+        train_sparse(horovod="compression=fp16"),
     ]
     with pytest.raises(UsageError) as caught:
-        train_sparse(horovod_groups=1)
+        train_sparse(horovod="groups=1")
     return *found, caught.value
 
 
@@ -514,7 +514,7 @@ def test_horovod_averages_sparse_gradients():
     expected[3] -= 1
     for *ways, error in ranks.values(ranks.run(3, train_sparse_with_options)):
         assert all(torch.allclose(one, expected.flatten()) for one in ways)
-        assert "sparse gradients with --horovod-groups" in error.found
+        assert "sparse gradients with --horovod groups" in error.found
         assert error.code == "HT312"
 
 
@@ -548,7 +548,7 @@ def test_horovod_refuses_a_model_that_it_would_average_wrongly(program, found, c
 
 
 def train_many_gradients(groups):
-    with session(deterministic=True, horovod_groups=groups) as opened:
+    with session(deterministic=True, horovod={"groups": groups}) as opened:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(12)))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))

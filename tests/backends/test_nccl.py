@@ -16,7 +16,7 @@ from torch import nn
 
 from hpctrain.cluster.visible_gpus import CUDA
 from hpctrain.errors import HpctrainError
-from hpctrain.optim import sync_batchnorm
+from hpctrain.training import sync_batchnorm
 
 
 def test_ranks_that_share_a_gpu_are_refused(gpu):

@@ -304,7 +304,7 @@ def test_checkpoint_with_forged_manifest_files_is_refused(run, monkeypatch, file
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 3},
         {"format": 99},
         {"format": "4"},
         {"format": 4.0},
@@ -327,7 +327,7 @@ def test_checkpoint_manifest_of_another_format_or_step_is_refused(run, changes):
         "null",
         "3",
         '"x"',
-        '{"format": 3}',
+        '{"format": 4}',
         "1" * 5000,
         '{"a": ' * 50_000,
         "\xff",
@@ -536,7 +536,7 @@ def test_leftover_checkpoint_folders_are_removed_when_safe(run):
 
     @contextmanager
     def refused():
-        raise CheckpointError("HT704", "another start has the run")
+        raise CheckpointError.of_text("HT704", "another start has the run")
         yield
 
     writer = Writer(run, commit=refused)

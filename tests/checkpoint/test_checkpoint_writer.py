@@ -451,7 +451,7 @@ def test_checkpoint_writer_of_a_replaced_start_commits_nothing(run):
         first = Writer(run, keep=3)
         first.save(number, {"model": torch.full((3,), float(number))}, {})
         first.close()
-    error = CheckpointError("HT704", "another start", "this one to have the run", "nothing")
+    error = CheckpointError.of_text("HT704", "another start", "this one to have the run", "nothing")
     entered = []
 
     @contextmanager

@@ -11,7 +11,6 @@ from checkpoints import save
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 import hpctrain
 from hpctrain.checkpoint import export, fill_weights
@@ -37,9 +36,12 @@ def run(tmp_path):
     torch.manual_seed(0)
     for step, top1 in ((1, 0.2), (2, 0.9), (3, 0.4)):
         model = Tied()
-        average = {"first.weight": model.first.weight.detach() + 100}
-        state = {"model": [model.state_dict()], "ema": {"averages": [average]}}
-        save(run, step, state, {"metrics": {"top1": top1, "eval_loss": 1 - top1}})
+        save(
+            run,
+            step,
+            {"model": [model.state_dict()]},
+            {"metrics": {"top1": top1, "eval_loss": 1 - top1}},
+        )
         run.models = [*getattr(run, "models", []), model]
     run.identity.write_text(json.dumps({"name": "digits"}))
     return run
@@ -90,10 +92,6 @@ def test_export_command(run, tmp_path, capsys, options, step):
     assert capsys.readouterr().out == f"{target}: the weights of step {step}\n"
     weight = run.models[step - 1].first.weight
     assert torch.equal(load_file(target)["first.weight"], weight)
-    assert main(["export", str(run.path), str(target), *options, "--ema"]) == 0
-    loaded = load_file(target)
-    assert torch.equal(loaded["first.weight"], weight + 100)
-    assert torch.equal(loaded["first.bias"], run.models[step - 1].first.bias)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
 
 
@@ -107,10 +105,6 @@ def test_export_of_several_models(tmp_path):
     assert sorted(loaded) == ["model0.bias", "model0.weight", "model1.bias", "model1.weight"]
     assert torch.equal(loaded["model1.bias"], models[1]["bias"])
     assert metadata(target)["run"] == "run"
-    with pytest.raises(UsageError, match="no averages") as caught:
-        export(run, target, ema=True)
-    assert caught.value.fixes == ("leave out --ema",)
-    assert caught.value.code == "HT710"
 
 
 class Backbone(nn.Module):
@@ -146,19 +140,10 @@ def test_checkpoint_and_export_name_what_was_frozen(tmp_path, capsys):
     named = "block0.*, block1.*, block2.*, block3.*, block4.*, and 3 more"
     assert capsys.readouterr().out.splitlines()[1:] == [f"frozen: 15 of 17 parameters: {named}"]
     assert metadata(target)["frozen"] == f"15 of 17 parameters: {', '.join(parameters)}"
-    fill_weights(target, Backbone(), 0)  # which reads other names of weights in the metadata
+    fill_weights(Backbone(), target)  # which reads other names of weights in the metadata
     assert main(["export", str(run.path), str(target), "--step", "1"]) == 0
     assert "frozen" not in capsys.readouterr().out
     assert "frozen" not in metadata(target)
-
-
-def test_export_of_averages_has_those_of_shared_weights(run, tmp_path):
-    """The averages have one name of a shared weight."""
-    export(run, tmp_path / "out.safetensors", ema=True)
-    model = Tied()
-    load_model(model, str(tmp_path / "out.safetensors"))
-    for layer in (model.first, model.second):
-        assert torch.equal(layer.weight, run.models[2].first.weight + 100)
 
 
 def test_export_to_several_files(run, tmp_path, capsys):
@@ -177,7 +162,7 @@ def test_export_to_several_files(run, tmp_path, capsys):
         assert torch.equal(load_file(target / index["weight_map"][name])[name], value)
     for source in (target, target / "model.safetensors.index.json"):
         model = Tied()
-        fill_weights(source, model, 0)
+        fill_weights(model, source)
         for name, value in run.models[2].state_dict().items():
             assert torch.equal(model.state_dict()[name], value), name
     assert main(["export", str(run.path), str(target)]) == 2
@@ -191,23 +176,6 @@ def test_export_holds_one_file_in_memory(run, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: None)
     export(run, tmp_path / "out", file_bytes=1)
     assert [len(weights) for weights in held] == [1, 1, 1, 1]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_export_to_distributed_checkpoint_and_back(run, tmp_path):
-    assert main(["export", str(run.path), str(tmp_path / "out"), "--dcp"]) == 0
-    names = ("first.weight", "first.bias", "second.bias", "nothing")
-    state = {name: torch.zeros_like(run.models[2].state_dict()[name]) for name in names}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    nested = {"app": {"model": run.models[1].state_dict()}, "step": 3}
-    dcp.save(nested, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    for folder, source in (("out", run.models[2]), ("theirs", run.models[1])):
-        model = Tied()
-        fill_weights(tmp_path / folder, model, 0)
-        for name, value in source.state_dict().items():
-            assert torch.equal(model.state_dict()[name], value), name
-            if folder == "out" and name in state:
-                assert torch.equal(state[name], value)
 
 
 def test_export_refuses_a_damaged_checkpoint(run, tmp_path):

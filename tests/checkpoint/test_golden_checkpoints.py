@@ -30,14 +30,11 @@ def test_golden_checkpoint_loads_and_resumes(name, lacking):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("format3-ddp-fp32-3", "fsdp"),
+        ("format4-ddp-fp32-3", "fsdp"),
         ("format4-fsdp-fp32-3", "horovod"),
         ("format4-horovod-groups-3", "fsdp"),
         ("format4-fsdp-rates-3", "ddp"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("format4-ddp-fp32-3", "fsdp"), ("format4-fsdp-fp32-3", "ddp"))
-        ),
+        pytest.param("format4-fsdp-fp32-3", "ddp", marks=pytest.mark.slow),
     ],
 )
 def test_golden_checkpoint_of_another_backend_loads_and_resumes(name, backend, lacking):
@@ -55,17 +52,28 @@ def loads_and_resumes(name, lacking, backend):
     )
     run = RunDirectory("run")
     assert [line["step"] for line in run.lines(run.starts)] == [0, golden_checkpoints.SAVED]
+    loaded = expected["loaded"]
+    del loaded["ema"]
+    ignored = "moving average (session.ema)"
+    if kind == "rates":
+        ignored += ", learning rates of --lr-schedule"
+        for group in loaded["optimizer"]["param_groups"]:
+            group["lr"] = 0.02  # that of the script
+            del group["initial_lr"]
+    (line,) = [line for line in run.log(0).read_text().splitlines() if "ignored" in line]
+    assert line.endswith(f"{run.checkpoint(golden_checkpoints.SAVED)}: ignored: {ignored}")
     assert resumed[0]["loaded"] == expected["loaded"]
     for rank in resumed[1:]:
         assert shared_state(rank["loaded"]) == shared_state(expected["loaded"])
     for rank, losses in zip(resumed, expected["losses"], strict=True):
-        assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE[precision])
+        some = slice(1 if kind == "rates" else None)  # the first loss is before any step
+        assert rank["losses"][some] == pytest.approx(losses[some], rel=TOLERANCE[precision])
     ended = resumed[0]["ended"]
     assert ended["step"] == expected["ended"]["step"] == golden_checkpoints.END
-    for part in ("model", "ema"):
-        assert list(numbers(ended[part])) == pytest.approx(
-            list(numbers(expected["ended"][part])), rel=TOLERANCE[precision], abs=1e-4
-        ), part
+    if kind != "rates":
+        assert list(numbers(ended["model"])) == pytest.approx(
+            list(numbers(expected["ended"]["model"])), rel=TOLERANCE[precision], abs=1e-4
+        )
 
 
 def shared_state(state):

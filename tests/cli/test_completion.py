@@ -38,17 +38,11 @@ def script(lacking, capsys):
     [
         (("st",), ["status"]),
         (("",), [*COMMANDS]),
-        (("completion", ""), ["bash", "zsh", "fish"]),
-        (("run", "--nproc"), ["--nproc-per-node"]),
         (("run", "--as", "sl"), ["slurm"]),
-        (("submit", "--gpus"), ["--gpus-per-node"]),
         (("submit", "--nodes", "2", "--parti"), ["--partition"]),
-        (("run", "tra"), ["train.py"]),
         (("run", "--nproc-per-node", "2", "tra"), ["train.py"]),
         (("run", "--run-dir", "ru"), ["runs"]),
         (("lint", "job.s"), ["job.sh"]),
-        (("submit", "job.t"), ["job.toml"]),
-        (("horovod", ""), ["build"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_env import BATCH, ENV_LAUNCHER, HPCTRAIN, STEP, TORCHRUN, changed
 from test_captured_environments import process
-from test_doctor import SECRETS, roster
+from test_doctor import roster
 from test_doctor_ranks import examines, loses_torch, miscounts, output_of_rank_0
 
 from hpctrain.cli import main
@@ -24,16 +24,15 @@ from hpctrain.cli.explain import as_json
 from hpctrain.cluster.launchers import LAUNCHERS, Process, readings, survey
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.errors.codes import CODES, Code
-from hpctrain.tools.doctor import findings, machine, software
+from hpctrain.errors.codes import Code, codes
+from hpctrain.tools.doctor import machine
 from hpctrain.tools.doctor import ranks as of_ranks
-from hpctrain.tools.doctor.findings import Finding
-from hpctrain.tools.doctor.report import Report
+from hpctrain.tools.doctor.report import Finding, Report, merged, to_send
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "schemas").glob("*.json")}
-# Objects whose names vary: values that a launcher may not have, and environment variables.
-VARYING = ("sources", "environment")
+# Objects whose names vary: values that a launcher may not have, and subjects of the doctor.
+VARYING = ("sources", "checks")
 CONTRADICTION = {"RANK": "1"}
 # The shell of a batch job of four tasks, which would train alone, and a rank without an address.
 WASTE = changed(BATCH, SLURM_PROCID=None, SLURM_LOCALID=None, SLURM_NODEID=None)
@@ -136,7 +135,7 @@ def test_json_schema_is_strict_and_describes_every_property(name):
             assert "items" in part
         if "object" not in part.get("type", ()):
             continue
-        if word == "environment":
+        if word == "checks":
             assert part["additionalProperties"] == {"type": "string"}
             continue
         assert part["additionalProperties"] is False
@@ -155,8 +154,8 @@ def test_json_schemas_know_every_launcher_and_field():
     launchers = [one.name for one in LAUNCHERS]
     explain, doctor = SCHEMAS["explain"], SCHEMAS["doctor"]
     assert explain["$defs"]["launcher"]["examples"] == launchers
-    machine = doctor["properties"]["machine"]["properties"]
-    assert machine["launcher"]["examples"] == launchers
+    facts = doctor["properties"]["machine"]["properties"]
+    assert facts["launcher"]["examples"] == launchers
     fields = [name for name in World.__dataclass_fields__ if name != "launcher"]
     assert list(explain["properties"]["sources"]["properties"]) == fields
     assert explain["properties"]["ignored"]["items"]["properties"]["field"]["enum"] == fields
@@ -208,7 +207,7 @@ def test_explain_json_of_null_and_known_values_are_not_mixed():
 @pytest.mark.parametrize("code", ["HT998", "HT999"])
 def test_explain_code_json_fits_its_schema(monkeypatch, capsys, code):
     causes = ("one cause", "another") if code == "HT999" else ()
-    monkeypatch.setitem(CODES, code, Code("What went wrong.", causes, "What to do."))
+    monkeypatch.setitem(codes(), code, Code("What went wrong.", causes, {}))
     assert main(["explain", code.lower(), "--json"]) == 0
     document = hold("explain-code", capsys.readouterr().out)
     assert document["causes"] == list(causes)
@@ -216,7 +215,7 @@ def test_explain_code_json_fits_its_schema(monkeypatch, capsys, code):
 
 
 def test_explain_code_json_of_every_code_fits_its_schema(capsys):
-    for code in CODES:
+    for code in codes():
         assert main(["explain", code, "--json"]) == 0
         assert hold("explain-code", capsys.readouterr().out)["code"] == code
 
@@ -403,53 +402,42 @@ def test_status_json_of_nothing_is_one_document(slurm, capsys):
 # doctor
 
 
-def report(capsys, entries, wrong=(), speeds=None):
+def report(capsys, entries, wrong=None):
     """What the doctor prints of ranks that were not all started here."""
-    facts = {
-        "host": "node1",
-        "system": "Linux",
-        "launcher": "slurm",
-        "environment": machine.shown_variables(
-            {**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
-        ),
-    }
-    own = [software.judge_horovod((0, "0.28.1")), software.judge_horovod(None)]
+    facts = {"host": "node1", "system": "Linux", "launcher": "slurm", "python": "3.11.7"}
     size = len(entries.entries)
     whole = Report(facts, World(0, size, 0, launcher="slurm"), True)
     # The findings of all ranks, as the rendezvous brings them.
-    brought = json.loads(json.dumps([findings.to_send(own)] * size))
-    whole.machines([own[0], *findings.merged(brought)])
-    refused = Finding.of("GPU", UsageError("HT113", "one GPU", "two GPUs", "start one rank"))
-    whole.table(of_ranks.rows(entries), [refused])
-    if speeds:
-        whole.sums("nccl", wrong, speeds)
-        shared = of_ranks.judge_shared(entries, [rank == 0 for rank in range(size)])
-        whole.add([of_ranks.judge_sums("nccl", wrong), *shared])
+    brought = json.loads(json.dumps([to_send([machine.about_horovod(None)])] * size))
+    refused = Finding.of("GPU", UsageError.of_text("HT113", "one GPU", "two GPUs", "start one rank"))
+    whole.machines([*merged(brought), refused], of_ranks.rows(entries))
+    if wrong is not None:
+        whole.sums("nccl", wrong)
+        whole.add(of_ranks.shared_findings(entries, [rank == 0 for rank in range(size)]))
     whole.end()
     return hold("doctor", capsys.readouterr().out)
 
 
 def test_doctor_json_of_ranks_that_differ_fits_its_schema(capsys):
-    gpu = {"gpu": "GPU-1b2c", "marker": "t", "run": "/runs"}
-    entries = roster(gpu, gpu, {**gpu, "gpu": None, "interfaces": {}}, hosts=["a", "a", "b"])
-    document = report(capsys, entries, [2], {10**6: 0.5, 64 * 10**6: 3.0})
+    gpu = {"gpu": "GPU-1b2c", "gpu_name": "H100", "marker": "t", "run": "/runs"}
+    entries = roster(gpu, gpu, {**gpu, "gpu": None, "gpu_name": None}, hosts=["a", "a", "b"])
+    document = report(capsys, entries, [2])
     assert {one["subject"]: one["code"] for one in document["findings"]} == {
         "horovod": None, "GPU": "HT113", "all-reduce": None, "shared directory": None,
     }  # fmt: skip
     assert [row["gpu"] for row in document["ranks"]] == ["GPU-1b2c", "GPU-1b2c", None]
-    assert [row["interface"] for row in document["ranks"]] == ["ib0", "ib0", None]
-    assert document["machine"]["environment"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+    assert [row["device"] for row in document["ranks"]] == ["H100", "H100", "cpu"]
     refuses_all_changes("doctor", document)
 
 
 def test_doctor_json_without_a_sum_fits_its_schema(capsys):
-    document = report(capsys, roster({}, {"torch": "none"}, {}))
+    document = report(capsys, roster({}, {"kind": "none"}, {}))
     assert document["all_reduce"] is None
     refuses_all_changes("doctor", document)
 
 
 def test_doctor_json_of_this_machine_fits_its_schema(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod((0, "0.28.1")))
+    monkeypatch.setattr(machine, "check_horovod", lambda: machine.about_horovod((0, "0.28.1")))
     code = main(["doctor", "--json", "--run-dir", str(tmp_path)])
     document = hold("doctor", capsys.readouterr().out)
     assert code == int(any(one["level"] == "problem" for one in document["findings"]))

@@ -1,7 +1,5 @@
 """Host lists expand as by `scontrol show hostnames`; see test_hostlist_scontrol.py."""
 
-import io
-import sys
 from itertools import product
 
 import pytest
@@ -47,8 +45,9 @@ EXPANDED = [
     ("n1,,n2", ["n1", "n2"]),
     (" n1, n2\tn3 ", ["n1", "n2", "n3"]),
     ("n [1-2] m", ["n", "1", "2", "m"]),
-    ("n[18446744073709551613-18446744073709551614]", [f"n{2**64 - 3}", f"n{2**64 - 2}"]),
+    ("n[999999999999999998-999999999999999999]", [f"n{10**18 - 2}", f"n{10**18 - 1}"]),
     (f"n{2**64}[1]", [f"n{2**64}1"]),
+    ("n000018446744073709551614", ["n000018446744073709551614"]),
     ("n\u00e9(1)*;\u0661", ["n\u00e9(1)*;\u0661"]),
     ("(null)", ["(null)"]),
     ("n{1-2}", ["n{1-2}"]),
@@ -71,7 +70,7 @@ def test_hostlist_expands(expression, hosts):
         (98, 301, 2),
         (99, 300, 3),
         (100, 299, 3),
-        (100, 299, 20),
+        (100, 299, 18),
         (101, 298, 3),
         (12345, 23456, 5),
         (99_950, 100_250, 5),
@@ -90,70 +89,61 @@ def test_hostlist_of_several_full_ranges_expands():
     assert (len(hosts), hosts[0], hosts[-1]) == (1_000_000, "a0b0", "a999b999")
 
 
-# Wrong brackets, or wrong text before them, with the position of the error.
+# Expressions that are refused, and what the message shows of them.
 MALFORMED = [
-    ("n[1", 1),
-    ("n[1,2", 1),
-    ("m,n[1", 3),
-    ("n]1", 1),
-    ("n1]", 2),
-    ("n[1]]", 4),
-    ("n[1]m]", 5),
-    ("n[[1]]", 2),
-    ("n[1[2]]", 3),
-    ("n[1-2,y[3]", 7),
-    ("n[]", 2),
-    ("n[a]", 2),
-    ("n[1-]", 2),
-    ("n[,1]", 2),
-    ("n[1,]", 4),
-    ("n[1,,2]", 4),
-    ("n[1-2-3]", 2),
-    ("n[1--2]", 2),
-    ("n[3-1]", 2),
-    ("n[7,5-3]", 4),
-    ("ok[1-2],n[-1]", 10),
-    ("n[1]m[x]", 6),
-    ("n[+1]", 2),
-    ("n[0x1]", 2),
-    ("n[1.5]", 2),
-    ("n[1_0]", 2),
-    ("n[ 1-2]", 2),
-    ("n[1 -2]", 2),
-    ("n[1,\t2]", 4),
-    ("n[1 2]", 2),
-    ("n[\u0661-\u0663]", 2),  # digits that Slurm does not write
-    ("n[1-2]m", 6),
-    ("x,n[1-2].site.org,y", 8),
-    ("n[1-2]3", 6),
-    ("n1,n[1]m[2]k,x", 11),
-    ("n[0-65536]", 2),
-    ("n[1-9999999999999]", 2),
-    ("x,n[0-40000,0-40000]m[1]", 2),
-    ("n[18446744073709551615]", 2),
-    ("n[1-18446744073709551616]", 2),
-    ("n\n[1]", 1),
-    ("n[1]\n", 4),
-    ("\x1bn[1]", 0),
-    ("n[1]m\x7f[2]", 5),
-    ("n1,n\udcff[1]", 4),
+    ("n[1", "'n[1': a bracket [ without its other one"),
+    ("n[1,2", "'n[1,2'"),
+    ("m,n[1", "'n[1'"),
+    ("n]1", "'n]1'"),
+    ("n1]", "'n1]'"),
+    ("n[1]]", "'n[1]]'"),
+    ("n[1]m]", "'m'"),
+    ("n[[1]]", "'n[[1]]'"),
+    ("n[1[2]]", "'n[1[2]]'"),
+    ("n[1-2,y[3]", "'n[1-2,y[3]'"),
+    ("n[]", "'n[]': '' is no range"),
+    ("n[a]", "'n[a]': 'a' is no range"),
+    ("n[1-]", "'1-'"),
+    ("n[,1]", "''"),
+    ("n[1,]", "''"),
+    ("n[1,,2]", "''"),
+    ("n[1-2-3]", "'1-2-3'"),
+    ("n[1--2]", "'1--2'"),
+    ("n[3-1]", "'3-1'"),
+    ("n[7,5-3]", "'5-3'"),
+    ("ok[1-2],n[-1]", "'n[-1]': '-1'"),
+    ("n[1]m[x]", "'x'"),
+    ("n[+1]", "'+1'"),
+    ("n[0x1]", "'0x1'"),
+    ("n[1.5]", "'1.5'"),
+    ("n[1_0]", "'1_0'"),
+    ("n[ 1-2]", "' 1-2'"),
+    ("n[1 -2]", "'1 -2'"),
+    ("n[1 2]", "'1 2'"),
+    ("n[\u0661-\u0663]", "'\u0661-\u0663'"),  # digits that Slurm does not write
+    ("n[1-2]m", "'n[1-2]m': text after the last bracket, 'm'"),
+    ("x,n[1-2].site.org,y", "'.site.org'"),
+    ("n[1-2]3", "'3'"),
+    ("n1,n[1]m[2]k,x", "'n[1]m[2]k'"),
+    ("n[0-65536]", "'0-65536' is no range of at most 65536 numbers"),
+    ("n[1-9999999999999]", "'1-9999999999999'"),
+    ("n[18446744073709551615]", "'18446744073709551615'"),
+    ("n\n[1]", "'n\\n[1]': a character that no host name has"),
+    ("n[1]\n", "a character"),
+    ("\x1bn[1]", "a character"),
+    ("n1,n\udcff[1]", "a character"),
 ]
-# Wrong plain names, with the position of the error.
-MISNAMED = [
-    ("n1\n", 2),
-    ("n1\0", 2),
-    ("n[1],m\u00a02", 6),
-    ("n1,n018446744073709551615,m", 4),
-    ("99999999999999999999", 0),
-]
+# Names that are refused, and that scontrol takes as they are.
+MISNAMED = ["n1\n", "n1\0", "n[1],m\u00a02"]
 
 
-@pytest.mark.parametrize(("expression", "position"), MALFORMED + MISNAMED)
-def test_malformed_hostlist_is_refused_with_the_position(expression, position):
+@pytest.mark.parametrize(
+    ("expression", "shown"), [*MALFORMED, *((name, "a character") for name in MISNAMED)]
+)
+def test_malformed_hostlist_is_refused_with_its_wrong_part(expression, shown):
     with pytest.raises(UsageError) as caught:
         expand(expression)
-    assert f"position {position}:" in caught.value.found
-    assert repr(expression) in caught.value.found
+    assert shown in caught.value.found
     assert (caught.value.exit_code, caught.value.code) == (2, "HT105")
 
 
@@ -173,7 +163,6 @@ def test_hostlist_leading_zeros_and_suffixes_of_numbers():
         "[" * 1_000_000,
         "]" * 1_000_000,
         "n[" + "1" * 1_000_000,
-        "1" * 1_000_000,
         "x" * 100_000 + "[1-60000]",
         f"n[{'0' * 100_000}1-60000]",
         ",".join(["n[0-65535]"] * 17),
@@ -183,13 +172,13 @@ def test_hostlist_leading_zeros_and_suffixes_of_numbers():
     ids=lambda expression: expression[:20],
 )
 def test_huge_hostlist_is_refused_at_once(expression):
-    with pytest.raises(UsageError, match="position") as caught:
+    with pytest.raises(UsageError, match="HT105") as caught:
         expand(expression)
     assert len(str(caught.value)) < 1000
 
 
-def test_error_of_a_long_hostlist_shows_the_wrong_part():
-    with pytest.raises(UsageError, match=r"'…?.*n1,n1,n\[7-5\],n1.*position 3002:"):
+def test_error_of_a_long_hostlist_shows_the_wrong_name():
+    with pytest.raises(UsageError, match=r"host list 'n\[7-5\]': '7-5'"):
         expand("n1," * 1000 + "n[7-5]" + ",n1" * 1000)
 
 
@@ -210,7 +199,10 @@ def test_error_of_a_long_hostlist_shows_the_wrong_part():
         (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
         (["00", "01", "7"], "[00-01,7]"),
         (["n\u0661", "n\u0662"], "n\u0661,n\u0662"),
-        ([f"n{2**64 - 3}", f"n{2**64 - 2}"], f"n[{2**64 - 3}-{2**64 - 2}]"),
+        (
+            ["n01999999999999999999", "n02000000000000000000"],
+            "n01999999999999999999,n02000000000000000000",
+        ),
     ],
 )
 def test_hostlist_compresses_names_in_order(hosts, expression):
@@ -218,61 +210,9 @@ def test_hostlist_compresses_names_in_order(hosts, expression):
     assert expand(expression) == hosts
 
 
-def test_hostlist_compress_writes_ranges_that_slurm_reads():
-    hosts = [f"n{number}" for number in range(70_000)]
-    assert compress(hosts) == "n[0-65535,65536-69999]"
-    assert expand(compress(hosts)) == hosts
-
-
-@pytest.mark.parametrize(
-    "name", ["", "n1,n2", "n[1]", "]", "n 1", "n\t1", "n\n", "n\0", "n\udcff", f"n{2**64 - 1}"]
-)
-def test_hostlist_compress_refuses_impossible_names(name):
-    with pytest.raises(UsageError) as caught:
-        compress(["n1", name])
-    assert caught.value.code == "HT105"
-
-
-def test_hostlist_compress_refuses_too_many_names():
-    with pytest.raises(UsageError, match="more than 1048576 hosts"):
-        compress(["n"] * (2**20 + 1))
-    with pytest.raises(UsageError, match="characters"):
-        compress(["n" * 2**20] * 65)
-
-
-def test_hostlist_command_compresses_also_standard_input(monkeypatch, capsys):
-    assert main(["hostlist", "--compress", "n1", "n2", "m"]) == 0
-    assert capsys.readouterr().out == "n[1-2],m\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n1\nn2\nn3 x\n")))
-    assert main(["hostlist", "--compress", "n0", "-", "y"]) == 0
-    assert capsys.readouterr().out == "n[0-3],x,y\n"
-
-
-def test_hostlist_command_expands_also_standard_input(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n[1-2],m\nx\n")))
-    assert main(["hostlist", "-", "y[3]"]) == 0
-    assert capsys.readouterr().out == "n1\nn2\nm\nx\ny3\n"
-
-
-@pytest.mark.parametrize("arguments", [["-"], ["--compress", "-"]])
-def test_hostlist_command_refuses_binary_and_endless_input(monkeypatch, capsys, arguments):
-    class Endless(io.RawIOBase):
-        def readable(self):
-            return True
-
-        def readinto(self, buffer):
-            buffer[:] = b"y" * len(buffer)
-            return len(buffer)
-
-    for stream, found in (
-        (io.BytesIO(b"n1\nn\xff\0\n"), "n\\udcff"),
-        (io.BufferedReader(Endless()), "bytes on standard input"),
-    ):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
-        assert main(["hostlist", *arguments]) == 2
-        output = capsys.readouterr()
-        assert output.out == ""
-        assert found in output.err
+def test_hostlist_command_prints_a_host_per_line(capsys):
+    assert main(["hostlist", "n[1-2],m", "y[3]"]) == 0
+    assert capsys.readouterr().out == "n1\nn2\nm\ny3\n"
 
 
 _TEXT = st.text("abz019-._", max_size=4)

@@ -1,8 +1,7 @@
 """Host lists against the real scontrol, which needs no daemon to expand one.
 
 LENIENT has the hosts that scontrol of Slurm 22.05.8 makes of malformed expressions, which hpctrain
-refuses. Not in it: `n[18446744073709551616]m[1]`, on which scontrol never ends, and
-`n[18446744073709551614],n18446744073709551615`, on which it ends with a segmentation fault.
+refuses.
 """
 
 import os
@@ -70,12 +69,7 @@ LENIENT = {
     "n[1 -2]": ["n01", "n02"],
     "n[1- 2]": ["n1", "n2"],
     "n[1,\t2]": ["n1", "n02"],
-    # Sizes. scontrol refuses too many hosts with two brackets, and drops hosts with three.
-    "n[0-40000,0-40000]m[1]k[1]": [f"n{n}m1k1" for n in range(40001)],
     "n[18446744073709551615]": ["n18446744073709551615"],
-    "n[18446744073709551616]": ["n18446744073709551615"],
-    "n18446744073709551616": ["n18446744073709551615"],
-    "n[18446744073709551615],n0": ["n1844674407370955", "n0"],
     # Control characters are part of a name: only comma, space and tab part names.
     "n1\nm2": ["n1", "m2"],  # one name on two lines
     "n\n[1]": ["n", "1"],
@@ -94,7 +88,7 @@ def test_hostlist_expands_against_scontrol(scontrol, expression, hosts):
 @pytest.mark.parametrize("expression", {**dict(test_hostlist.MALFORMED), **LENIENT})
 def test_malformed_hostlist_against_scontrol(scontrol, expression):
     assert scontrol("hostnames", expression) == LENIENT.get(expression, REFUSED)
-    with pytest.raises(UsageError, match="position"):
+    with pytest.raises(UsageError, match="HT105"):
         expand(expression)
 
 
@@ -110,7 +104,6 @@ def test_malformed_hostlist_against_scontrol(scontrol, expression):
         "r[0-255]n[0-511]",
         "n[" + ",".join(map(str, range(0, 20_000, 2))) + "]",
         "x" * 5000 + "[8-11]y[1-2]",
-        "n[" + "0" * 2000 + "1-3]",
     ],
     ids=lambda expression: expression[:40],
 )
@@ -156,7 +149,7 @@ def test_hostlist_random_text_against_scontrol(scontrol, text):
     expected = scontrol("hostnames", text)
     unpaired = set("[]") & set(re.sub(r"\[[^][]*\]", "", text))
     if expected is REFUSED or unpaired or _TAKEN.search(text):
-        with pytest.raises(UsageError, match="position"):
+        with pytest.raises(UsageError, match="HT105"):
             expand(text)
     else:
         assert expand(text) == expected

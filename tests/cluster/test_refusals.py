@@ -267,9 +267,9 @@ def test_local_rank_of_the_variable_has_precedence_over_the_argument():
     "argument", [["--local_rank", "2"], ["--local_rank=2"], ["--local-rank=2"], []]
 )
 def test_local_rank_argument_is_accepted_and_hidden_by_options(argument):
-    parsed = arguments.options(recipe=True).parse_args(["--lr", "0.5", *argument])
+    parsed = arguments.options().parse_args(["--seed", "5", *argument])
     options = Options.of(parsed, {})
-    assert options.lr == 0.5
+    assert options.seed == 5
     assert "local_rank" not in {field.name for field in dataclasses.fields(options)}
     assert "local" not in arguments.options().format_help()
 

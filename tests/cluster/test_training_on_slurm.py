@@ -46,7 +46,7 @@ def submit(cluster, folder, *arguments):
 
 
 @pytest.mark.slow
-def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist, checkout):
+def test_sbatch_mnist_trains_the_digits_on_four_hosts(cluster, checkout):
     job, code, log = submit(cluster, checkout, "--cpus-per-task=1", "sbatch/mnist.sh")
     assert code == 0, log
     assert (checkout / f"mnist-{job}.log").is_file()
@@ -54,7 +54,7 @@ def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist,
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "done"
     assert summary["world_size"] == 4
-    assert summary["metrics"]["top1"] >= 0.88
+    assert summary["metrics"]["top1"] >= 0.9
     assert not list((checkout / "runs").glob(".exit-status*"))
 
 
@@ -64,7 +64,7 @@ def test_sbatch_language_model_divides_a_gpt_among_three_hosts(cluster, checkout
     (checkout / "docs").symlink_to(launches.TOP / "docs")
     hosts = ("--gpus-per-node=0", "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1")
     small = ("--context", "32", "--width", "64", "--layers", "2", "--lr", "1e-2")
-    steps = ("--max-steps", "60", "--lr-warmup-steps", "10", "--eval-every", "30")
+    steps = ("--max-steps", "60", "--warmup", "10", "--eval-every", "30")
     job, code, log = submit(cluster, checkout, *hosts, "sbatch/language_model.sh", *small, *steps)
     assert code == 0, log
     run = checkout / "runs" / f"language_model-{job}"
@@ -76,9 +76,9 @@ def test_sbatch_language_model_divides_a_gpt_among_three_hosts(cluster, checkout
 
 @pytest.mark.slow
 def test_sbatch_wrong_use_exits_with_code_2_and_its_message(cluster, checkout):
-    _, code, log = submit(cluster, checkout, "sbatch/mnist.sh", "--data", "no-such-set")
+    _, code, log = submit(cluster, checkout, "sbatch/mnist.sh", "--backend", "none-such")
     assert code == 2
-    assert "--data no-such-set" in log
+    assert "--backend" in log
     assert "Traceback" not in log
 
 

@@ -13,7 +13,7 @@ parser = hpctrain.options()
 parser.add_argument("--alike", type=int, default=1)
 arguments = parser.parse_args()
 with hpctrain.Session(arguments, batch_size=1, start_timeout=60) as session:
-    raise UsageError("HT001", f"text {session.world.rank // arguments.alike}", "another", "such")
+    raise UsageError.of_text("HT001", f"text {session.world.rank // arguments.alike}", "another", "such")
 """
 # Four ranks on two hosts: options, and the first line of each error that they cause.
 CASES = {

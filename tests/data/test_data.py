@@ -1,14 +1,8 @@
-"""Samplers, loaders and data sets: equal steps in every world, damaged files are refused."""
+"""Samplers, loaders and the digits: equal steps in every world."""
 
-import errno
-import gzip
-import os
 import random
-import shutil
-import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy
 import pytest
@@ -16,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain import data
 from hpctrain.arguments import Batches
 from hpctrain.cluster.world import World
 from hpctrain.data import (
@@ -25,19 +18,12 @@ from hpctrain.data import (
     Loader,
     TrainingSampler,
     augmentation,
-    load,
+    digits,
 )
 from hpctrain.data.feed import Placement, feed
 from hpctrain.errors import UsageError
 from hpctrain.process.pytree import map_tensors
 
-CARRIED = Path(data.__file__).parent / "digits"
-TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
 CPU = torch.device("cpu")
 
 
@@ -148,7 +134,7 @@ def test_evaluation_sampler_sees_every_sample_once(length, batch_size, size):
 
 
 def test_digits_come_with_the_package():
-    train, test = load("digits", env={})
+    train, test = digits()
     assert (len(train), len(test)) == (1437, 360)
     assert train.classes == test.classes == 10
     assert train.size == test.size == (8, 8)
@@ -158,7 +144,7 @@ def test_digits_come_with_the_package():
 
 
 def test_images_are_normalised_by_the_training_set():
-    train, test = load("digits", env={})
+    train, test = digits()
     images = torch.stack([image for image, _ in train.__getitems__(range(len(train)))])
     assert images.shape == (1437, 1, 8, 8)
     assert images.dtype == torch.float32
@@ -169,208 +155,6 @@ def test_images_are_normalised_by_the_training_set():
     assert torch.equal(image, images[5])
     assert target.dtype == torch.int64
     assert int(target) == int(train.targets[5])
-
-
-def test_synthetic_data_is_reproducible():
-    (train, test), (again, _) = load("synthetic", env={}), load("synthetic", env={})
-    assert torch.equal(train.images, again.images)
-    assert train.size == test.size == (28, 28)
-    assert not torch.equal(train.images[: len(test)], test.images)
-
-
-@pytest.fixture
-def digits(tmp_path):
-    """Return a copy of the digits that a test may damage."""
-    return shutil.copytree(CARRIED, tmp_path / "sets" / "scans")
-
-
-def unpack(folder):
-    for name in FILES:
-        packed = folder / f"{name}.gz"
-        (folder / name).write_bytes(gzip.decompress(packed.read_bytes()))
-        packed.unlink()
-    return folder
-
-
-@pytest.mark.parametrize("below", ["", "raw", "MNIST/raw", "FashionMNIST/raw"])
-@pytest.mark.parametrize("how", ["path", "name", "unpacked"])
-def test_data_set_is_found_by_path_or_name(digits, tmp_path, below, how):
-    home = digits.rename(tmp_path / "moved")
-    digits.parent.joinpath("scans", below).parent.mkdir(parents=True, exist_ok=True)
-    home.rename(digits / below) if below else home.rename(digits)
-    if how == "unpacked":
-        unpack(digits / below)
-    name, env = (
-        (str(digits), {}) if how != "name" else ("scans", {"HPCTRAIN_DATA": str(digits.parent)})
-    )
-    train, test = load(name, env=env)
-    known, _ = load("digits", env={})
-    assert torch.equal(train.images, known.images)
-    assert torch.equal(train.targets, known.targets)
-    assert len(test) == 360
-
-
-def test_missing_data_set_error_lists_the_places_searched(tmp_path):
-    env = {"HPCTRAIN_DATA": str(tmp_path / "sets"), "HPCTRAIN_CACHE": str(tmp_path / "cache")}
-    with pytest.raises(UsageError, match="--data scans") as caught:
-        load("scans", env=env)
-    for place in ("sets/scans", "cache/data/scans"):
-        assert str(tmp_path / place) in caught.value.found
-    for name in FILES:
-        assert name in caught.value.expected
-    with pytest.raises(UsageError, match="no data set in") as caught:
-        load(str(tmp_path), env=env)
-    assert caught.value.fixes == ("--data PATH of a folder that has them",)
-    assert caught.value.code == "HT510"
-
-
-def test_data_set_copy_of_the_job_comes_first(digits, tmp_path, monkeypatch):
-    copies = tmp_path / "copies"
-    for name in ("scans", "digits"):
-        shutil.copytree(digits, copies / name)
-        for split in ("train", "t10k"):  # one sample fewer than the original
-            (copies / name / f"{split}-images-idx3-ubyte.gz").unlink()
-            (copies / name / f"{split}-labels-idx1-ubyte.gz").unlink()
-            (copies / name / f"{split}-images-idx3-ubyte").write_bytes(
-                struct.pack(">HBBIII", 0, 8, 3, 2, 1, 1) + b"ab"
-            )
-            (copies / name / f"{split}-labels-idx1-ubyte").write_bytes(
-                struct.pack(">HBBI", 0, 8, 1, 2) + b"\0\1"
-            )
-    monkeypatch.chdir(digits.parent)
-    assert len(load("scans", env={})[1]) == len(load("digits", env={})[1]) == 360
-    for name in ("scans", "digits"):
-        assert len(load(name, env={"HPCTRAIN_DATA": str(copies)})[1]) == 2
-    assert len(load("digits", env={"HPCTRAIN_DATA": str(tmp_path)})[1]) == 360
-
-
-def test_data_set_that_cannot_be_read_is_refused_with_the_reason(tmp_path, monkeypatch):
-    for name in ("n" * 300, f"/{'n' * 300}"):
-        with pytest.raises(UsageError, match="File name too long"):
-            load(name, env={})
-
-    def refuse(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "is_file", refuse)
-    with pytest.raises(UsageError, match=f"{tmp_path}.*Permission denied") as caught:
-        load(str(tmp_path), env={})
-    assert "that can be read" in caught.value.expected
-    assert caught.value.code == "HT511"
-
-
-def remove(path):
-    path.unlink()
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def flip_a_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
-def replace_by_html(path):
-    path.write_bytes(b"<html>404</html>")
-
-
-def repack(change):
-    def damage(path):
-        path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
-
-    damage.__name__ = change.__name__
-    return damage
-
-
-@repack
-def drop_a_pixel(content):
-    return content[:-1]
-
-
-@repack
-def add_a_pixel(content):
-    return content + b"\0"
-
-
-@repack
-def cut_header(content):
-    return content[:6]
-
-
-@repack
-def change_type(content):
-    return content[:2] + b"\x0d" + content[3:]
-
-
-@repack
-def remove_samples(content):
-    dimensions = content[3]
-    return content[:4] + struct.pack(f">{dimensions}I", 0, *[8] * (dimensions - 1))
-
-
-@repack
-def remove_pixels(content):
-    return content[:8] + bytes(8)
-
-
-@pytest.mark.parametrize("name", [TRAIN_IMAGES, TEST_LABELS])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        remove,
-        truncate,
-        empty,
-        flip_a_byte,
-        replace_by_html,
-        drop_a_pixel,
-        add_a_pixel,
-        cut_header,
-        change_type,
-        remove_samples,
-    ],
-)
-def test_damaged_data_set_file_is_refused(digits, name, damage):
-    damage(digits / f"{name}.gz")
-    with pytest.raises(UsageError) as caught:
-        load(str(digits), env={})
-    assert str(digits) in caught.value.found
-    assert caught.value.exit_code == 2
-    assert caught.value.fixes
-    assert caught.value.code == ("HT510" if damage is remove else "HT513")
-
-
-def test_data_set_without_pixels_is_refused(digits):
-    remove_pixels(digits / f"{TEST_IMAGES}.gz")
-    with pytest.raises(UsageError, match=f"{TEST_IMAGES}.gz is damaged: header of shape"):
-        load(str(digits), env={})
-
-
-def test_truncated_plain_data_set_file_is_refused(digits):
-    truncate(unpack(digits) / TEST_IMAGES)
-    with pytest.raises(UsageError, match=f"{TEST_IMAGES} is damaged"):
-        load(str(digits), env={})
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        (TRAIN_LABELS, TEST_LABELS),  # fewer labels than images
-        (TRAIN_LABELS, TRAIN_IMAGES),  # images instead of labels
-        (TRAIN_IMAGES, TRAIN_LABELS),
-    ],
-)
-def test_data_set_with_other_labels_than_images_is_refused(digits, name, instead):
-    shutil.copy(CARRIED / f"{instead}.gz", digits / f"{name}.gz")
-    with pytest.raises(UsageError, match="as many labels as images") as caught:
-        load(str(digits), env={})
-    assert caught.value.code == "HT513"
 
 
 Pair = namedtuple("Pair", "left right")
@@ -603,7 +387,7 @@ def test_data_sets_without_augmentation_are_not_seeded():
     chain = torch.utils.data.ConcatDataset
     assert not augmentation.draws(tensors)
     assert not augmentation.draws(torch.utils.data.Subset(tensors, [1]))
-    assert not augmentation.draws(chain([tensors, load("digits", env={})[0]]))
+    assert not augmentation.draws(chain([tensors, digits()[0]]))
     assert augmentation.draws(Noisy())
     assert augmentation.draws(chain([tensors, Noisy()]))
     quiet = Noisy()

@@ -54,7 +54,7 @@ def test_site_describes_what_docs_and_examples_import():
     for page in (*(TOP / "docs").glob("*.md"), TOP / "README.md"):
         sources += [block for block in PYTHON.findall(page.read_text()) if "import" in block]
     names = {name for source in sources for name in imported(source)}
-    assert "hpctrain.data.load" in names
+    assert "hpctrain.data.digits" in names
     assert names - set(API) - set().union(*map(public_names, API)) == set()
 
 

@@ -4,15 +4,24 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import launches
 import numpy
 import pytest
+import ranks
 import torch
+from checkpoints import load_newest
+from PIL import Image
+from torchvision import datasets
 
+from hpctrain import Session
 from hpctrain.errors import DataError, UsageError
+from hpctrain.rundir import RunDirectory
 
 SIZE = 3  # ranks
 EXAMPLES = launches.TOP / "examples"
@@ -30,16 +39,21 @@ def imagenet():
 
 
 @pytest.fixture(scope="module")
-def photographs(tmp_path_factory, lacking):
-    """Photographs of 3 classes: 2 of 17 to evaluate and 1 of 12 to train by cannot be decoded."""
+def photographs(tmp_path_factory):
+    """Images of 3 classes: 2 of 17 to evaluate and 1 of 12 to train by cannot be read."""
     folder = tmp_path_factory.mktemp("photographs")
-    try:
-        launches.example("photographs").make(folder, train=4, val=5, classes=3)
-    except FileNotFoundError as error:
-        lacking("photographs", str(error))
+    draw = numpy.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 5)):
+        for number in range(3):
+            (folder / split / f"photo{number}").mkdir(parents=True)
+            for index in range(count):
+                pixels = draw.integers(0, 100, (80, 100, 3), dtype=numpy.uint8)
+                pixels[:, :, number] += 150
+                path = folder / split / f"photo{number}" / f"{index}.jpg"
+                Image.fromarray(pixels).save(path)
     for number in (1, 2):
-        (folder / "val" / f"photo{number:03d}" / "damaged.jpg").write_bytes(b"\xff\xd8 no more")
-    (folder / "train" / "photo000" / "000001.jpg").write_bytes(b"")
+        (folder / "val" / f"photo{number}" / "damaged.jpg").write_bytes(b"\xff\xd8 no more")
+    (folder / "train" / "photo0" / "1.jpg").write_bytes(b"")
     return folder
 
 
@@ -52,8 +66,9 @@ def write_cifar10(folder):
         labels = draw.integers(0, 10, 20).tolist()
         images = draw.integers(0, 100, (20, 3, 32, 32), dtype=numpy.uint8)
         images[numpy.arange(20), :, 3 * numpy.array(labels)] += 150
-        batch = {b"batch_label": b"one", b"data": images.reshape(20, 3072), b"labels": labels}
+        batch = {"data": images.reshape(20, 3072), "labels": labels}
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list(map(str, range(10)))}))
 
 
 def start(example, run, *options, ranks=SIZE):
@@ -69,74 +84,110 @@ def train(example, run, *options, ranks=SIZE):
     return launches.rows(run), done.stderr
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("example", ["cifar10", pytest.param("imagenet", marks=pytest.mark.slow)])
-def test_missing_torchvision_is_one_error_with_the_line_to_type(example, tmp_path):
-    absent = tmp_path / "torchvision.py"
-    absent.write_text("raise ModuleNotFoundError(\"No module named 'torchvision'\")\n")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    command = [launches.BIN / "hpctrain", "run", "--nproc-per-node", str(SIZE)]
-    done = launches.start([*command, EXAMPLES / f"{example}.py"], tmp_path, PYTHONPATH=path)
-    assert done.returncode == 2
-    assert done.stderr.count("hpctrain: error: torchvision cannot be imported") == 1
-    assert f"fix:      {launches.PYTHON} -m pip install 'hpctrain[vision]'\n" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10, monkeypatch):
-    """Check that the recipe's options arrive, and one evaluation: no accuracy."""
+def test_cifar10_takes_three_steps_on_made_up_images(tmp_path, cifar10, monkeypatch):
+    """Check the schedule's values, and one evaluation: no accuracy."""
     write_cifar10(tmp_path / "data")
-    more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
+    monkeypatch.setattr(datasets.cifar, "check_integrity", lambda path, md5: True)
+    more = ["--lr-steps", "1", "--global-batch", "50", "--max-steps", "3", "--log-every", "1"]
     line = ["cifar10.py", "--data", tmp_path / "data", "--run-dir", tmp_path / "run", *more]
     monkeypatch.setattr("sys.argv", list(map(str, line)))
     cifar10.main()
     (row,) = (row for row in launches.rows(tmp_path / "run") if "eval_loss" in row)
-    assert row["step"] == 2
+    assert row["step"] == 3
     assert row["eval_loss"] > 0
     for name in ("top1", "top5"):
         assert abs(20 * row[name] - round(20 * row[name])) < 1e-9
-    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text())
-    assert (start["options"]["lr_step_epochs"], start["options"]["global_batch"]) == (60, 12)
-    assert start["own_options"]["recipe"].endswith("cifar10.toml")
-    assert start["own_options"]["nesterov"] is True
+    rates = [row["lr"] for row in launches.rows(tmp_path / "run") if "lr" in row]
+    assert (rates[0], rates[-1]) == pytest.approx((0.1, 0.02))  # a fifth after two steps
 
 
 SMALL = (
-    *(
-        "--recipe",
-        RECIPES / "resnet50-modern.toml",
-        "--model",
-        "squeezenet1_1",
-        "--max-corrupt",
-        "2",
-    ),
-    *("--train-crop", "64", "--val-crop", "64", "--val-resize", "72", "--workers", "0"),
-    *("--lr-scaling", "none", "--lr-warmup-epochs", "0", "--lr", "0.01", "--ema", "0.5"),
+    *("--recipe", str(RECIPES / "resnet50-modern.toml"), "--model", "squeezenet1_1"),
+    *("--max-unreadable", "2", "--train-crop", "64", "--val-crop", "64", "--val-resize", "72"),
+    *("--workers", "0", "--lr-warmup-epochs", "0", "--lr", "0.4", "--ema", "0.5"),
     *("--epochs", "2", "--log-every", "1", "--deterministic", "--precision", "fp64"),
-    *("--global-batch", "6", "--batch-size", "2"),
+    *("--global-batch", "3", "--batch-size", "1"),
 )
+STEPS = 4  # of an epoch
+
+
+def train_imagenet(run, folder, *options):
+    """Train on this rank."""
+    sys.argv = ["imagenet.py", "--run-dir", run, "--data", str(folder), *SMALL, *options]
+    launches.example("imagenet").main()
+
+
+def train_imagenet_and_die(run, folder):
+    """Kill this rank in the middle of the second epoch, after a checkpoint of that epoch."""
+    step, done = Session.step, 0
+
+    def fatal(self, loss):
+        nonlocal done
+        done += 1
+        if done == STEPS + 3:
+            while not RunDirectory(run).checkpoint(STEPS + 2).exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, loss)
+
+    Session.step = fatal
+    train_imagenet(run, folder, "--checkpoint-every", "1")
+
+
+def results(run, since=0):
+    """Return the metrics of a run by step and name, after a step, and the confusion matrix."""
+    kept = ("loss", "lr", "top1", "top5", "eval_loss", "ignored")
+    rows = {
+        (row["step"], name): row[name]
+        for row in launches.rows(run)
+        if row["step"] > since
+        for name in kept
+        if name in row
+    }
+    return rows, numpy.load(run / "confusion.npy")
+
+
+def test_imagenet_killed_in_mid_epoch_ends_with_the_bits_of_an_undisturbed_run(
+    tmp_path, photographs
+):
+    """Draw crops, mixup, cutmix, TrivialAugment and erasing; skip unreadable images."""
+    killed = ranks.run(3, train_imagenet_and_die, "killed", photographs)
+    assert all(isinstance(result, RuntimeError) for result in killed), killed
+    ranks.values(ranks.run(3, train_imagenet, "killed", photographs, "--resume"))
+    ranks.values(ranks.run(3, train_imagenet, "undisturbed", photographs))
+    starts = (tmp_path / "killed" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(start)["step"] for start in starts] == [0, STEPS + 2]
+    rows, confusion = results(tmp_path / "killed")
+    expected, confusion_expected = results(tmp_path / "undisturbed")
+    assert rows == expected
+    assert sum(name == "loss" for _, name in rows) == 2 * STEPS
+    # Each readable image was evaluated once.
+    assert confusion.sum(1).tolist() == [5, 5, 5]
+    assert (confusion == confusion_expected).all()
+    assert rows[2 * STEPS, "ignored"] == 2
+    found, expected = (weights(tmp_path / name) for name in ("killed", "undisturbed"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def weights(run):
+    """Return the weights and their averages in the newest checkpoint of a run."""
+    _, state = load_newest(RunDirectory(run))
+    return state["model"][0] | {f"average {k}": v for k, v in state["state"]["average"].items()}
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp_path, photographs):
-    """Draw mixup, cutmix, TrivialAugment and erasing; count unreadable images nowhere."""
-    shards = tmp_path / "shards"
-    done = launches.start([launches.BIN / "hpctrain", "shards", "make", photographs, shards], ".")
-    assert done.returncode == 0, done.stderr
-    many, output = train("imagenet", tmp_path / "many", "--data", shards, *SMALL)
-    one, _ = train("imagenet", tmp_path / "one", "--data", photographs, *SMALL, ranks=1)
-    assert "photo001/damaged.jpg" in output
-    assert len(many) == len(one) == 6
-    for row, expected in zip(many, one, strict=True):
-        for name in {"loss", "lr", "top1", "top5", "eval_loss", "ignored"} & row.keys():
-            assert row[name] == pytest.approx(expected[name], rel=1e-9), (name, row, expected)
-    assert {row["ignored"] for row in many if "ignored" in row} == {2}
-    first, second = (numpy.load(tmp_path / name / "confusion.npy") for name in ("many", "one"))
-    assert first.sum(1).tolist() == [5, 5, 5]
-    assert (first == second).all()
+def test_imagenet_same_losses_on_three_ranks_and_one(tmp_path, photographs):
+    many, output = train("imagenet", tmp_path / "many", "--data", photographs, *SMALL)
+    train("imagenet", tmp_path / "one", "--data", photographs, *SMALL, ranks=1)
+    assert "photo1/damaged.jpg" in output
+    rows, confusion = results(tmp_path / "many")
+    expected, confusion_expected = results(tmp_path / "one")
+    assert rows == pytest.approx(expected, rel=1e-9)
+    assert (confusion == confusion_expected).all()
     texts = [(tmp_path / name / "classes.tsv").read_text() for name in ("many", "one")]
     assert texts[0] == texts[1]
     lines = [line.split("\t") for line in texts[0].splitlines()]
@@ -147,22 +198,22 @@ def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_imagenet_max_corrupt_ends_run_after_first_epoch(tmp_path, photographs):
+def test_imagenet_max_unreadable_ends_run_after_first_epoch(tmp_path, photographs):
     """Spread 3 unreadable images over three ranks, so that no rank knows of all."""
     folder = tmp_path / "photos"
     shutil.copytree(photographs, folder)
     for number in (1, 2):
-        (folder / "train" / f"photo{number:03d}" / "000001.jpg").write_bytes(b"")
+        (folder / "train" / f"photo{number}" / "1.jpg").write_bytes(b"")
     done = start("imagenet", tmp_path / "run", "--data", folder, *SMALL)
     assert done.returncode == 1
-    assert f"3 images of {folder}/train cannot be decoded" in done.stderr
-    assert "or:       --max-corrupt 6" in done.stderr
+    assert f"3 images of {folder}/train cannot be read" in done.stderr
+    assert "or:       --max-unreadable 6" in done.stderr
     assert "Traceback" not in done.stderr
     assert all(row["epoch"] == 0 for row in launches.rows(tmp_path / "run"))
 
 
-def test_imagenet_max_corrupt_counts_images_of_an_epoch(imagenet):
-    args = SimpleNamespace(data="photos", max_corrupt=2)
+def test_imagenet_max_unreadable_counts_images_of_an_epoch(imagenet):
+    args = SimpleNamespace(data="photos", max_unreadable=2)
     imagenet.check(args, "train", 2)
     with pytest.raises(DataError, match="3 images of photos/train"):
         imagenet.check(args, "train", 3)
@@ -185,10 +236,15 @@ def test_imagenet_writes_accuracy_of_classes_with_any_name(tmp_path, imagenet):
 
 
 def test_imagenet_recipes_and_models(imagenet, monkeypatch):
-    modern = imagenet.options().parse_args(["--recipe", str(RECIPES / "resnet50-modern.toml")])
-    assert (modern.train_crop, modern.mixup, modern.ema) == (176, 0.2, 0.99996585)
+    modern = imagenet.parse(["--recipe", str(RECIPES / "resnet50-modern.toml"), "--ema", "0.5"])
+    assert (modern.train_crop, modern.mixup, modern.ema, modern.norm_decay) == (
+        176,
+        0.2,
+        0.5,
+        False,
+    )
     assert modern.workers == "auto"
-    plain = imagenet.options().parse_args(["--recipe", str(RECIPES / "resnet50-90.toml")])
+    plain = imagenet.parse(["--recipe", str(RECIPES / "resnet50-90.toml")])
     assert (plain.lr_schedule, plain.label_smoothing, plain.epochs) == ("step", 0.0, 90)
     with pytest.raises(UsageError, match="--model resnet5") as raised:
         imagenet.build("resnet5", 10)
@@ -200,67 +256,68 @@ def test_imagenet_recipes_and_models(imagenet, monkeypatch):
         assert imagenet.build(name, 10)["aux_logits"] is False
 
 
-def test_imagenet_missing_data_shows_expected_layout(tmp_path, imagenet):
-    args = imagenet.options().parse_args(["--data", str(tmp_path / "nothing")])
-    with pytest.raises(UsageError, match="/nothing") as raised:
-        imagenet.load(args)
-    assert "PATH/train/CLASS/*.jpg" in raised.value.expected
-
-
-def test_imagenet_refuses_single_class(tmp_path, imagenet):
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-        (tmp_path / split / "cat" / "x.jpg").write_bytes(b"")
-    with pytest.raises(UsageError, match="has one class, cat"):
-        imagenet.load(imagenet.options().parse_args(["--data", str(tmp_path)]))
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("canary",)
-
-
-def batch(protocol=4):
-    images = numpy.zeros((2, 3072), numpy.uint8)
-    return pickle.dumps({b"data": images, b"labels": [1, 2]}, protocol)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("mixup = ", "Invalid value"), ("mixxup = 1", "mixxup: no such option"), (None, "No such")],
+)
+def test_imagenet_wrong_recipe_is_refused(tmp_path, imagenet, capsys, content, message):
+    if content is not None:
+        (tmp_path / "wrong.toml").write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        imagenet.parse(["--recipe", "wrong.toml"])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert "--recipe wrong.toml: " in error
+    assert message in error
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("schedule", "rates"),
     [
-        (None, "No such file"),
-        (b"", "Ran out of input"),
-        (batch()[:-200], "pickle data was truncated"),
-        (b"<html>Not Found</html>", "invalid load key, '<'"),
-        (pickle.dumps({b"data": Hostile(), b"labels": []}), "posix.mkdir, which is no array"),
-        (pickle.dumps([1]), "list indices"),
-        (pickle.dumps({b"data": numpy.zeros((2, 3072)), b"labels": [1, 2]}), "torch.float64"),
-        (
-            pickle.dumps({b"data": numpy.zeros((2, 3072), "u1"), b"labels": [1]}),
-            "torch.Size([1]) labels",
-        ),
-        (pickle.dumps({b"data": numpy.zeros((2, 30), "u1"), b"labels": [1, 2]}), "shape"),
+        ("step", [0.5, 1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.01]),
+        ("cosine", [0.5, 1.0, 1.0, 0.933, 0.75, 0.5, 0.25, 0.067, 0.0]),
     ],
 )
-def test_cifar10_refuses_damaged_or_hostile_files(tmp_path, cifar10, content, message):
-    path = tmp_path / "data_batch_1"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UsageError) as raised:
-        cifar10.read(path)
-    assert str(path) in raised.value.found
-    assert message in raised.value.found
-    assert "cifar-10-batches-py" in raised.value.expected
-    assert not Path("canary").exists()
+def test_imagenet_schedule_grows_and_falls(imagenet, schedule, rates):
+    """Take 8 updates in 4 epochs, of which the first is the warm-up."""
+    words = ["--lr-schedule", schedule, "--lr-warmup-epochs", "1", "--lr-step-epochs", "2"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    made = imagenet.make_schedule(imagenet.parse(words), optimizer, epoch=2, epochs=4)
+    found = []
+    for _ in range(9):
+        found += made.get_last_lr()
+        optimizer.step()
+        made.step()
+    assert found == pytest.approx(rates, abs=1e-3)
 
 
-def test_cifar10_reads_pickles_of_python_2(tmp_path, cifar10):
-    """Read pickles with the older name of NumPy's module."""
-    made = batch(2)
-    assert b"numpy._core" in made
-    (tmp_path / "batch").write_bytes(made.replace(b"numpy._core", b"numpy.core"))
-    images, targets = cifar10.read(tmp_path / "batch")
-    assert (images.shape, targets.tolist()) == ((2, 3, 32, 32), [1, 2])
+def test_imagenet_missing_data_shows_expected_layout(tmp_path, imagenet):
+    with pytest.raises(UsageError, match="/nothing") as raised:
+        imagenet.load(imagenet.parse(["--data", str(tmp_path / "nothing")]))
+    assert "/nothing/train/CLASS/*.jpg" in raised.value.expected
+
+
+def test_imagenet_refuses_splits_with_different_classes(tmp_path, imagenet):
+    for place in ("train/cat", "train/dog", "val/cat"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "x.jpg").write_bytes(b"")
+    with pytest.raises(UsageError, match="only one split has the class dog"):
+        imagenet.load(imagenet.parse(["--data", str(tmp_path)]))
+
+
+def test_imagenet_reads_the_copy_of_a_job(tmp_path, imagenet, photographs, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_DATA", str(photographs.parent))
+    train_set, val_set, names = imagenet.load(imagenet.parse(["--data", photographs.name]))
+    assert (len(train_set), len(val_set), len(names)) == (12, 17, 3)
+
+
+def test_imagenet_synthetic_images(imagenet):
+    words = ["--data", "synthetic", "--train-crop", "16", "--val-crop", "24"]
+    train_set, val_set, names = imagenet.load(imagenet.parse(words))
+    image, target = train_set[0]
+    assert (image.dtype, image.shape) == (torch.uint8, (3, 16, 16))
+    assert 0 <= target < len(names) == 1000
+    assert val_set[0][0].shape == (3, 24, 24)
 
 
 @pytest.mark.slow
@@ -293,7 +350,7 @@ def test_ladder_example_rungs_and_table():
         {"rung": "one", "images_per_second": 100.0, "top1": 0.5, "steps": 10},
         {"rung": "two", "images_per_second": 150.0, "top1": 0.4567, "steps": 2},
     ]
-    assert ladder.table(rows, 3000).splitlines()[2:] == [
-        "| one | 30.0 s | 100 | 1.00 | 50.00 % after 10 steps |",
-        "| two | 20.0 s | 150 | 1.50 | 45.67 % after 2 steps |",
+    assert ladder.table(rows).splitlines()[2:] == [
+        "| one | 100 | 1.00 | 50.00 % after 10 steps |",
+        "| two | 150 | 1.50 | 45.67 % after 2 steps |",
     ]

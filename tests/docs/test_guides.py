@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import re
 import runpy
-import tomllib
 
 import launches
 import pages
@@ -17,7 +16,7 @@ import readme
 
 import hpctrain
 from hpctrain.cli import COMMANDS, parser_of
-from hpctrain.jobs import JobSpec, job_files, over_ssh, script
+from hpctrain.jobs import JobSpec, job_files, script
 
 EXAMPLE = re.compile(r"examples/\w+\.py")
 # Scripts of the reader, which have the options of hpctrain.
@@ -58,7 +57,9 @@ def parser_of_program(name):
     An example is run up to its command line.
     """
     if name in SCRIPTS:
-        return hpctrain.options(recipe=True)
+        parser = hpctrain.options()
+        parser.add_argument("--lr", type=float)
+        return parser
     if not EXAMPLE.fullmatch(name):
         return parser_of([name])
 
@@ -121,7 +122,7 @@ def test_command_lines_of_all_pages_are_accepted(programs, capsys, monkeypatch):
 @functools.cache
 def known_options():
     """Return the options of the command line and of scripts, and those named in sources."""
-    parsers = [parser_of(COMMANDS), hpctrain.options(recipe=True)]
+    parsers = [parser_of(COMMANDS), hpctrain.options()]
     known = set().union(*FOREIGN.values())
     for parser in parsers:  # grows
         for action in parser._actions:
@@ -145,7 +146,7 @@ def test_options_that_pages_name_exist():
     assert not wrong, "\n".join(wrong)
 
 
-def jobs_and_clusters():
+def jobs_of_pages():
     """Return page and text of each block of TOML, without those of a pyproject.toml."""
     return [
         pytest.param(block.text, id=f"{page}-{number}")
@@ -155,15 +156,8 @@ def jobs_and_clusters():
     ]
 
 
-@pytest.mark.parametrize("text", jobs_and_clusters())
-def test_toml_of_a_page_is_a_job_or_the_file_of_clusters(text, tmp_path, monkeypatch):
-    tables = [value for value in tomllib.loads(text).values() if isinstance(value, dict)]
-    if any("host" in table for table in tables):
-        (tmp_path / "hpctrain").mkdir()
-        (tmp_path / "hpctrain" / "clusters.toml").write_text(text)
-        found = over_ssh.clusters({"XDG_CONFIG_HOME": str(tmp_path)})
-        assert [cluster.host for cluster in found] == [table["host"] for table in tables]
-        return
+@pytest.mark.parametrize("text", jobs_of_pages())
+def test_toml_of_a_page_is_a_job(text, tmp_path):
     path = tmp_path / "job.toml"
     path.write_text(text)
     values = job_files.merged({"command": "python train.py"}, job_files.read(path))

@@ -26,7 +26,7 @@ BEFORE = {
     ),
 }
 # Commands that give a script to other schedulers than Slurm.
-SCHEDULERS = ("bsub", "flux", "qsub")
+SCHEDULERS = ("flux", "qsub")
 # Open MPI's variables that let root run it in a container, with more ranks than cores.
 MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

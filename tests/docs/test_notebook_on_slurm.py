@@ -22,9 +22,8 @@ def execute(cluster, tmp_path):
 
 
 def test_notebook_submits_and_trains_on_slurm(execute, tmp_path):
-    (samples,), job, (figure,), accuracy, (confusion,), log, row = execute("notebook")
+    (samples,), job, accuracy, (figure,), (confusion,), log, row = execute("notebook")
     assert "Job(id='" in notebooks.text(job[0])
-    # One figure, which is drawn again in its place.
     assert all(one["data"]["image/png"] for one in (samples, figure, confusion))
     assert "of 360 test images are right" in notebooks.text(accuracy[0])
     assert float(notebooks.text(accuracy[0]).partition("%")[0]) > 80

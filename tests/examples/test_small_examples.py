@@ -17,7 +17,7 @@ from by_hand import gan, language_model, simclr, streaming
 from checkpoints import load_newest
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 from hpctrain.rundir import RunDirectory
 from hpctrain.training.training_run import Run
 
@@ -26,7 +26,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 
 # Small steps, of which some are in a second epoch: 1,437 digits are 5 steps of 240.
 OPTIONS = {
     "language_model": (
-        *("--data", "text.txt", "--context", "8", "--lr-warmup-steps", "3", "--eval-every", "3"),
+        *("--data", "text.txt", "--context", "8", "--warmup", "3", "--eval-every", "3"),
         *("--global-batch", "24", "--batch-size", "4", "--max-steps", "8", "--log-every", "1"),
     ),
     "gan": ("--global-batch", "240", "--max-steps", "7", "--log-every", "1"),
@@ -73,7 +73,7 @@ def flat(*weights):
 
 def batches_of(name, size, steps):
     """Return the batches of the first steps, from a session of one process."""
-    images, _ = load("digits")
+    images, _ = digits()
     dataset = launches.example(name).TwoViews(images) if name == "simclr" else images
     more = {"global_batch": size, "max_steps": steps, "run_dir": "order", "seed": SEED}
     with hpctrain.Session(precision="fp64", **more) as session:

@@ -13,6 +13,7 @@ import ranks
 import torch
 from battery import orders
 from checkpoints import load_newest
+from torchvision import models
 
 from hpctrain import Session, data
 from hpctrain.rundir import RunDirectory
@@ -24,8 +25,8 @@ EXAMPLES = ["finetune", "vit"]
 
 
 def small(*_):
-    """Return a small part of the digits, in place of `hpctrain.data.load`."""
-    parts = [data.load("digits")[0] for _ in range(2)]
+    """Return a small part of the digits, in place of `hpctrain.data.digits`."""
+    parts = [data.digits()[0] for _ in range(2)]
     for part in parts:
         part.images, part.targets = part.images[:SAMPLES], part.targets[:SAMPLES]
     return parts
@@ -34,7 +35,7 @@ def small(*_):
 def train(name, run, *options, precision="fp64"):
     """Run an example on this rank."""
     example = launches.example(name)
-    example.load = small
+    example.digits = small
     sizes = ("--global-batch", str(BATCH), "--epochs", str(EPOCHS))
     sys.argv = [name, "--run-dir", run, "--precision", precision, *sizes, *OPTIONS[name], *options]
     example.main()
@@ -43,8 +44,7 @@ def train(name, run, *options, precision="fp64"):
 def weights(run):
     """Return the weights and their averages in the newest checkpoint of a run."""
     _, state = load_newest(RunDirectory(run))
-    averages = state["ema"]["averages"][0] if "ema" in state else {}
-    return state["model"][0] | {f"average of {name}": value for name, value in averages.items()}
+    return {name: value for model in state["model"] for name, value in model.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +120,15 @@ def test_killed_example_has_the_bits_of_an_undisturbed_one(name):
     found, expected = weights("run"), weights("undisturbed")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ["finetune"])
+def test_example_begins_with_the_weights_of_a_file_except_the_head(name):
+    torch.manual_seed(9)
+    source = models.resnet18(num_classes=7)
+    torch.save({"model": source.state_dict()}, "resnet18.pt")
+    ranks.values(ranks.run(2, train, name, "run", "--weights", "resnet18.pt", "--max-steps", "1"))
+    found = weights("run")  # of which the first epoch trains the head alone
+    assert found["fc.weight"].shape[0] == 10
+    backbone = {n: v for n, v in source.state_dict().items() if not n.startswith("fc.")}
+    assert all(torch.equal(found[n], v.to(found[n].dtype)) for n, v in backbone.items())

@@ -1,6 +1,7 @@
 """The handle of a job submitted from Python: state, results, logs and errors."""
 
 import json
+import math
 import os
 import pickle
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import fake_slurm
 import pytest
 
+from hpctrain import jobs
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.jobs import find, handle, job_store
 
@@ -39,7 +41,7 @@ def make_job_folder(outcomes, number="7", name="20260101-000000-a", **more):
         "ranks": len(outcomes),
         "run_dir": os.path.abspath("run"),
     }
-    record |= {"title": "train", **more}
+    record |= more
     (folder / "job.json").write_text(json.dumps(record))
     for rank, outcome in enumerate(outcomes):
         if outcome is not None:
@@ -194,28 +196,46 @@ def test_job_wait_continues_through_requeue(slurm):
     timer.join()
 
 
-def test_job_curves_poll_slurm_less_and_less_often(slurm, monkeypatch):
+def test_job_wait_polls_slurm_less_and_less_often(slurm, monkeypatch):
     job = find(make_job_folder([None]))
     clock, polls = [0.0], []
     monkeypatch.setattr(handle.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(handle.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     monkeypatch.setattr(job, "_look", lambda: polls.append(clock[0]) or ("RUNNING", False))
-    draw = handle.job_curves.follow
-    rounds = iter(range(150))
-
-    def rows():
-        if next(rounds, None) is None:
-            raise KeyboardInterrupt
-        return []
-
-    monkeypatch.setattr(handle.job_curves, "png", lambda rows, title: b"")
-    monkeypatch.setattr(
-        handle.job_curves, "follow", lambda title, _, states, path: draw(title, rows, states, path)
-    )
-    job.curves()
-    assert clock[0] == pytest.approx(300, abs=5)
+    assert job.wait(300) == "RUNNING"
+    assert clock[0] == polls[-1] == 300  # Slurm is queried once more at the end
     assert len(polls) < 45
-    assert polls[-1] - polls[-2] == pytest.approx(10, abs=0.5)
+    assert polls[-2] - polls[-3] == pytest.approx(10)
+
+
+ROWS = """\
+{"step": 10, "epoch": 0, "time": 1.5, "loss": 2.0, "lr": 0.1, "samples_per_second": 5}
+{"step": 20, "epoch": 0, "time": 2.5, "loss": NaN, "lr": 0.1, "note": "text", "flag": true}
+{"step": null, "loss": 9.0}
+{"loss": 9.0}
+{"step": 30, "epoch": 1, "time": 3.0, "loss": 1.0, "top1": 0.5}
+{"step": 40, "lo"""
+
+
+def test_job_curves_are_steps_and_values_by_metric(slurm):
+    job = find(make_job_folder([None]))
+    assert job.curves() == {}
+    Path("run").mkdir()
+    with pytest.raises(UsageError, match="no run is in run"):
+        jobs.curves("run")
+    Path("run/run.json").write_text("{}")
+    assert job.curves() == {}
+    Path("run/metrics.jsonl").write_text(ROWS)
+    curves = job.curves()
+    steps, (first, odd, last) = curves.pop("loss")
+    assert (steps, first, last) == ([10, 20, 30], 2.0, 1.0)
+    assert math.isnan(odd)
+    assert curves == {
+        "lr": ([10, 20], [0.1, 0.1]),
+        "samples_per_second": ([10], [5]),
+        "top1": ([30], [0.5]),
+    }
+    assert jobs.curves("run").keys() == {"loss", *curves}
 
 
 def test_job_cancel_calls_scancel_and_reports_failure(slurm, tmp_path, monkeypatch):

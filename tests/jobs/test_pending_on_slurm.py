@@ -1,10 +1,4 @@
-"""Why jobs wait, on a real Slurm, and a job that is submitted from elsewhere over ssh."""
-
-import os
-import shlex
-import subprocess
-import sys
-from pathlib import Path
+"""Why jobs wait, on a real Slurm."""
 
 import launches
 import pytest
@@ -89,41 +83,3 @@ def test_status_tells_what_would_start_sooner(cluster, hpctrain, sbatch):
     assert any("--nodes=2: a new job would start at 20" in line for line in sooner), shown
     assert all(line.endswith("min sooner (sbatch --test-only)") for line in sooner)
     assert not any("--time" in line for line in sooner)  # the hosts are not free before
-
-
-def test_job_is_submitted_over_ssh_and_trains(cluster, hpctrain, tmp_path, lacking):
-    """Submit on another host, follow the log from here, and pull the run."""
-    if not cluster.ssh_folder.is_dir():
-        lacking("ssh", "no sshd")
-    home, project = tmp_path / "home", tmp_path / "project"
-    project.mkdir()
-    home.joinpath(".config/hpctrain").mkdir(parents=True)
-    values = {"HOME": tmp_path, "OMP_NUM_THREADS": 1, "SLURM_CONF": cluster.configuration}
-    values["PATH"] = cluster.environ()["PATH"]
-    setup = f"export {shlex.join(f'{name}={value}' for name, value in values.items())}"
-    home.joinpath(".config/hpctrain/clusters.toml").write_text(
-        f"[here]\nhost = 'node1'\nfolder = '~/there'\npython = '{sys.executable}'\n"
-        f'setup = """{setup}"""\n'
-    )
-    project.joinpath("train.py").write_text((launches.TOP / "examples" / "mnist.py").read_text())
-    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
-    env = {**cluster.environ(), "HOME": str(home)}
-    env["PATH"] = f"{cluster.ssh_folder}:{env['PATH']}"
-    env.pop("XDG_CONFIG_HOME", None)
-
-    def on(*words):
-        return cluster.run([*HPCTRAIN, "on", "here", *words], host="node2", env=env, cwd=project)
-
-    train = [sys.executable, "train.py", "--data", "digits", "--epochs", "1"]
-    sent = on("submit", "--nodes", "2", "--time", "5m", "--", *train)
-    assert sent.returncode == 0, sent.stderr
-    number = sent.stdout.strip()
-    followed = on("logs", "-f", number)
-    assert followed.returncode == 0, followed.stderr
-    assert "top-1" in followed.stdout + followed.stderr
-    pulled = on("pull", number)
-    assert pulled.returncode == 0, pulled.stderr
-    (run,) = project.glob("runs/train-*")
-    assert Path(run, "summary.json").is_file()
-    assert (tmp_path / "there/train.py").is_file()
-    assert os.listdir(tmp_path / ".cache/hpctrain")[0].startswith("client-")

@@ -123,7 +123,7 @@ def test_render_about_text_stays_a_comment():
 # --- other schedulers
 
 
-@pytest.mark.parametrize("scheduler", ["pbs", "lsf", "flux"])
+@pytest.mark.parametrize("scheduler", ["pbs", "flux"])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -152,10 +152,6 @@ def test_other_scheduler_refuses_what_its_scripts_cannot_say(scheduler, name, va
         ("pbs", {"gpus_per_node": "a100:4"}, "gpus_per_node = a100:4"),
         ("pbs", {"partition": "a b"}, "partition = 'a b'"),
         ("pbs", {"account": "a\n#PBS -q b"}, "account = "),
-        ("lsf", {"array": "0-5"}, "array = 0-5"),
-        ("lsf", {"dependency": "afterok:1,afterok:2"}, "dependency = afterok:1,afterok:2"),
-        ("lsf", {"name": 'x" -q y'}, "name = "),
-        ("lsf", {"output": "%N.log"}, "output = %N.log"),
         ("flux", {"array": "1-5"}, "array with the scheduler flux"),
         ("flux", {"memory": "4G"}, "memory with the scheduler flux"),
     ],
@@ -163,14 +159,6 @@ def test_other_scheduler_refuses_what_its_scripts_cannot_say(scheduler, name, va
 def test_other_scheduler_refuses_values_that_it_would_read_otherwise(scheduler, more, found):
     with pytest.raises(UsageError, match=re.escape(found)):
         render(JobSpec(**{"command": "python train.py", **more}), scheduler=scheduler)
-
-
-@pytest.mark.parametrize(
-    ("time", "limit"), [("90m", "1:30"), ("7170s", "2:00"), ("61s", "0:02"), ("1d12h", "36:00")]
-)
-def test_time_limit_of_lsf_is_in_whole_minutes(time, limit):
-    text = render(JobSpec(command="python x.py", time=time), scheduler="lsf")
-    assert f"#BSUB -W {limit}\n" in text
 
 
 def test_command_in_a_job_of_another_scheduler_gets_the_signal_once_before_the_end(tmp_path):

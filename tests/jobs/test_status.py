@@ -15,6 +15,7 @@ from hpctrain import cli
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_tables, lookup, run_progress, slurm_reasons
+from hpctrain.rundir import frozen_code
 
 
 @pytest.fixture
@@ -47,6 +48,54 @@ def make_run(name, status="", label="", **row):
 def run_status(capsys, *words, code=0):
     assert cli.main(["status", *words]) == code
     return capsys.readouterr()
+
+
+def launched(name, label, *words, commit="a" * 40, tree=""):
+    """Make a run directory whose job has launched a command, with its frozen code."""
+    path = make_run(name, label=label, step=1)
+    start = json.loads(path.joinpath("starts.jsonl").read_text())
+    start |= {"command": ["/somewhere/train.py", *words], "commit": commit}
+    path.joinpath("starts.jsonl").write_text(json.dumps(start) + "\n")
+    Path("runs/.code").mkdir(exist_ok=True)
+    if tree:
+        frozen_code.note_job(frozen_code.STORE, label.partition("_")[0], tree)
+
+
+CHANGES = [
+    ((("--lr", "0.1"), {}), (("--lr=0.2",), {}), "--lr 0.1 -> 0.2"),
+    ((("data",), {}), (("data", "--bf16"), {}), "--bf16 added"),
+    ((("-j", "4", "a"), {}), (("b",), {}), "-j 4 a removed, b added"),
+    (((), {}), ((), {"commit": "b" * 40 + "-dirty"}), "commit aaaaaaaaaa -> bbbbbbbbbb-dirty"),
+    (((), {"tree": "1"}), ((), {"tree": "2"}), "files that are not committed"),
+    ((("--lr", "0.1"), {"tree": "1"}), (("--lr=0.1",), {"tree": "1"}), ""),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "line"), CHANGES, ids=lambda value: str(value)[:40])
+def test_status_of_a_job_shows_what_changed_since_the_previous_one(before, now, line, fake, capsys):
+    launched("train-8", "8", "--of", "an older job")
+    launched("train-70", "70", *before[0], **before[1])
+    launched("train-71", "71", *now[0], **now[1])
+    launched("train-72", "72", "--of", "a newer job")
+    launched("other-train-70", "70", "--of", "another name")
+    fake.jobs(job("71", WorkDir=os.getcwd()))
+    output = run_status(capsys, "71").out
+    assert output.count("changed:") == bool(line)
+    assert f"  changed:  since job 70: {line}\n" in output or not line
+
+
+def test_status_compares_the_same_tasks_of_two_arrays_and_no_broken_records(fake, capsys):
+    launched("train-70_1", "70_1", "--lr", "1")
+    launched("train-70_2", "70_2", "--lr", "2")
+    launched("train-71_1", "71_1", "--lr", "3")
+    launched("once-3", "3", "--lr", "1")
+    launched("broken-70", "70", "--lr", "1")
+    launched("broken-71", "71")
+    Path("runs/broken-71/starts.jsonl").write_text('{"job": {"job_id": "71"}, "command": 7}\n')
+    outputs = [run_status(capsys, f"runs/{name}").out for name in ("train-71_1", "once-3")]
+    assert "changed:  since job 70_1: --lr 1 -> 3\n" in outputs[0]
+    assert "changed:" not in outputs[1]
+    assert "--lr 1 removed" in run_status(capsys, "runs/broken-71").out
 
 
 def test_status_shows_running_and_pending_jobs(fake, capsys):

@@ -1,8 +1,10 @@
-"""hpctrain top: its screen, its keys, and the terminal that it leaves behind."""
+"""hpctrain top: its screen, how it ends, and the terminal that it leaves behind."""
 
 import io
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 
 import fake_slurm
@@ -12,122 +14,121 @@ from rich.console import Console
 from terminals import Terminal
 
 from hpctrain import cli
-from hpctrain.cli.top import _do, _Screen, curve
-from hpctrain.cluster import slurm
-from hpctrain.jobs import job_status
+from hpctrain.cli import top
 
 WAITS = {"State": "PENDING", "NodeList": "", "Reason": "Priority"}
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
+    """Return a Slurm with jobs 70, at step 89 of 178, and 71, which waits; and a failed run."""
     made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
     own = {"UserID": str(os.getuid()), "WorkDir": os.getcwd()}
     made.jobs(job("70", **own), job("71", Name="n" * 40, **own, **WAITS))
-    made.command("scancel")
-    path = Path("runs/train-70")
-    path.mkdir(parents=True)
-    path.joinpath("run.json").write_text("{}")
-    rows = ({"step": n, "loss": 1 / n, "samples_per_second": 512} for n in range(1, 90))
-    path.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("train-70", "old"):
+        path = Path("runs", name)
+        path.mkdir(parents=True)
+        path.joinpath("run.json").write_text("{}")
+        rows = ({"step": n, "loss": 1 / n, "samples_per_second": 512} for n in range(1, 90))
+        path.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.joinpath("summary.json").write_text('{"status": "failed"}')
+    last = {"time": 1.0, "event": "last step", "step": 89, "end": 178, "left": 8.2}
+    Path("runs/train-70/last-step.json").write_text(json.dumps(last))
     return made
 
 
-@pytest.fixture
-def screen(fake):
-    jobs = slurm.jobs(fake.env, uid=os.getuid())
-    return _Screen(job_status.listed(jobs, fake.env)[0], "", curves={"70": [3.0, 2.0, 1.0]})
-
-
-def shown(screen, width=80, height=24):
+def shown(width=80, **options):
     output = io.StringIO()
-    console = Console(file=output, width=width, height=height)
-    console.print(screen.picture(width, height, "_-^"))
-    return output.getvalue().splitlines()
+    console = Console(file=output, width=width, **options)
+    console.print(top._picture(*top._query(), width))
+    return output.getvalue()
 
 
-def test_screen_fits_the_terminal(screen):
-    lines = shown(screen)
-    assert lines[1].split() == ["70", "train", "running", "0:12", "47:48", "89", "0.01124", "^-_",
-                                "512"]  # fmt: skip
-    assert "…" in lines[2]
-    assert lines[2].split()[2] == "pending"
-    for width, height in ((80, 24), (80, 6), (40, 3), (200, 50)):
-        lines = shown(screen, width, height)
-        assert len(lines) <= max(height, 4)
-        assert all(len(line) <= width for line in lines)
+@pytest.mark.parametrize("width", [80, 130])
+def test_top_shows_the_newest_first_with_a_bar_and_an_eta(fake, width):
+    head, waits, runs, old, *_ = shown(width).splitlines()
+    assert [waits.split()[0], runs.split()[0]] == ["71", "70"]
+    assert runs.split()[1:3] == ["train", "running"]
+    assert "━━━━━ ETA 0:08; 50 % runs/train-70" in " ".join(runs.split())
+    assert "ETA" not in old + waits
+    assert old.split()[:2] == ["failed", "89"]
+    assert "jobs with" in waits
+    assert ("SAMPLES/S" in head) == ("512" in runs) == (width == 130)
+    assert all(len(line) <= width for line in shown(width).splitlines())
 
 
-def test_keys_select_a_job_and_ask_before_they_change_one(screen):
-    assert screen.key("\x1b[A") == ""
-    assert screen.job.label == "70"
-    for key in ("j", "\x1b[B"):
-        assert screen.key(key) == ""
-    assert screen.job.label == "71"
-    assert "jobs with a higher priority are first" in "".join(shown(screen))
-    for key, action in (("s", "stop"), ("c", "cancel"), ("r", "requeue")):
-        assert screen.key(key) == ""
-        assert shown(screen)[-1].rstrip() == f"{action} 71? y or n"
-        assert screen.key("y") == action
-        screen.key(key)
-        assert screen.key("q") == ""
-        assert screen.note == "nothing was changed"
-    assert screen.key("f") == "follow"
-    assert screen.key("q") == "quit"
+def test_top_has_the_names_of_status(fake, capsys):
+    cli.main(["status"])
+    texts = [capsys.readouterr().out, shown(200)]
+    for end in ("runs/train-70", "runs/old"):
+        status, screen = ({*line.split()} for text in texts for line in text.splitlines()
+                          if line.rstrip().endswith(end))  # fmt: skip
+        assert screen - {"━" * 5, "ETA", "0:08;", "50", "%"} <= status
 
 
-def test_actions_of_the_keys(fake, screen):
-    _do("cancel", screen)
-    assert "job 70 (train) is cancelled" in screen.note
-    assert "scancel 70" in fake.calls.read_text()
-    _do("stop", screen)
-    assert screen.note == "70 saves and stops soon"
-    assert Path("runs/train-70/stop").is_file()
-    _do("requeue", screen)
-    assert "error" in screen.note
-    screen.key("j")
-    _do("stop", screen)
-    assert "no run that could save" in screen.note
+def test_job_that_waits_again_has_a_bar_and_no_eta(fake):
+    own = {"UserID": str(os.getuid()), "WorkDir": os.getcwd()}
+    fake.jobs(job("70", **own, **WAITS, RestartCnt="1"))
+    line = shown().splitlines()[1]
+    assert "━━━━━" in line
+    assert "50 %" in line
+    assert "ETA" not in line
 
 
-def test_screen_without_jobs(fake):
-    assert "you have no jobs" in "".join(shown(_Screen()))
-    assert [_Screen().key(key) for key in ("f", "c", "j", "y")] == ["", "", "", ""]
+def test_states_have_colours(fake):
+    text = shown(force_terminal=True, color_system="standard")
+    for colour, state in ((32, "running"), (33, "pending"), (31, "failed")):
+        assert f"\x1b[{colour}m{state}" in text
+
+
+def test_top_without_jobs_and_without_slurm(fake, tmp_path, monkeypatch):
+    fake.jobs()
+    monkeypatch.chdir(tmp_path / "fakes")
+    assert "no jobs of yours" in shown()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "Slurm does not answer: no squeue on the PATH" in shown()
+
+
+def test_run_of_a_job_is_not_called_interrupted_while_slurm_is_silent(fake, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "interrupted" not in shown()
+    assert "ETA 0:08" in shown()
 
 
 @pytest.mark.parametrize(
-    ("values", "shape"),
-    [
-        ([], ""),
-        ([float("nan")], ""),
-        ([1.0], "_"),
-        ([1.0, 1.0], "__"),
-        ([3.0, float("inf"), 2.0, 1.0], "^-_"),
-        ([float(n) for n in range(24)], "_" * 3 + "-" * 6 + "^" * 3),
-    ],
+    ("seconds", "text"), [(None, "?"), (8.2, "0:08"), (119.7, "2:00"), (3723, "1:02:03")]
 )
-def test_curve_of_characters(values, shape):
-    assert curve(values, "_-^") == shape
+def test_eta_has_hours_only_if_it_needs_them(seconds, text):
+    assert top._clock(seconds) == text
 
 
-def test_top_without_a_terminal_is_refused(fake, capsys):
+def test_top_without_a_terminal_or_rich_is_one_error(fake, capsys, monkeypatch):
     assert cli.main(["top"]) == 2
-    assert "or:       hpctrain status" in capsys.readouterr().err.replace("fix:", "or: ")
+    assert "  fix:      hpctrain status\n" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    assert cli.main(["top"]) == 2
+    assert "  fix:      pip install rich\n" in capsys.readouterr().err
+
+
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["", "ignored"])
+def inherited(request):
+    """Set what top inherits for SIGINT and SIGHUP, as from nohup."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, request.param)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("last", [b"q", b"\x03", None], ids=["q", "Ctrl-C", "closed terminal"])
-def test_top_shows_jobs_and_leaves_the_terminal_as_it_was(fake, last):
-    """Look at the screen in a pseudo-terminal, press keys, and quit."""
+@pytest.mark.parametrize("last", [b"\x03", None], ids=["Ctrl-C", "closed terminal"])
+def test_top_ends_at_once_and_leaves_the_terminal_as_it_was(fake, last, inherited):
+    """Look at the screen in a pseudo-terminal, and quit."""
     with Terminal("top") as terminal:
         terminal.shows("running")
-        assert "█" in terminal.text
-        terminal.press(b"\x1b[B")
-        terminal.shows("jobs with a higher priority are first")
-        terminal.press(b"c")
-        terminal.shows("cancel 71? y or n")
-        terminal.press(b"n")
-        terminal.shows("nothing was changed")
+        assert "━" in terminal.text
         if last is None:
             terminal.close()
             terminal.process.wait(30)
@@ -135,4 +136,3 @@ def test_top_shows_jobs_and_leaves_the_terminal_as_it_was(fake, last):
             terminal.press(last)
             assert terminal.process.wait(30) == 0
             assert terminal.is_as_before()
-        assert "scancel" not in fake.calls.read_text() if fake.calls.exists() else True

@@ -314,11 +314,29 @@ def test_traceback_of_a_rank_that_hangs_is_printed(ranks, capfd, tmp_path, monke
     assert "1: ZeroDivisionError: " in capfd.readouterr().err
 
 
-def test_program_that_does_not_exist_is_refused():
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("absent", "No such file or directory"),
+        # Root may search any folder, so the system denies permission to run a folder instead.
+        ("denied", "No such file or directory"),
+        ("not executable", "Permission denied"),
+    ],
+)
+def test_program_that_cannot_be_started_is_refused(kind, reason, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    if kind == "denied":
+        (folder / "no-such-program").mkdir()
+        folder.chmod(0)
+    if kind == "not executable":
+        (folder / "no-such-program").write_text("")
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     with pytest.raises(UsageError) as caught:
-        starts.on_this_machine(["no-such-program"], "3", os.environ)
+        starts.on_this_machine(["no-such-program"], "3", env)
+    folder.chmod(0o700)
     assert caught.value.code == "HT806"
-    assert caught.value.found == "no-such-program cannot be started: No such file or directory"
+    assert caught.value.found == f"no-such-program cannot be started: {reason}"
 
 
 def test_ctrl_c_waits_for_the_save_of_a_rank(ranks, tmp_path, monkeypatch):

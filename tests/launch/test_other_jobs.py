@@ -16,7 +16,6 @@ import pytest
 
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.launch import in_other_jobs
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 PATIENCE = 120
@@ -147,59 +146,25 @@ def test_flux_starts_an_agent_on_each_host(tmp_path, program):
     assert done.returncode == 0
 
 
-JSRUN = """#!/usr/bin/env python3
-import os, subprocess, sys
-options = "--nrs 2 --rs_per_host 1 --tasks_per_rs 1 --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS"
-assert sys.argv[1:13] == [*options.split(), "--bind", "none"], sys.argv
-tasks = [
-    subprocess.Popen(sys.argv[13:], env={
-        **os.environ, "JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_SIZE": "2",
-        "JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_LOCAL_SIZE": "1",
-        "HPCTRAIN_HOSTNAME": "ab"[rank],
-    })
-    for rank in range(2)
-]
-sys.exit(max([task.wait() for task in tasks]))
-"""
-
-
-def test_jsrun_starts_an_agent_on_each_host_but_the_launch_host(tmp_path, program):
-    """Run a stand-in for jsrun, made after the manual."""
-    (tmp_path / "jsrun").write_text(JSRUN)
-    (tmp_path / "jsrun").chmod(0o755)
-    env = launches.environ(
-        LSB_JOBID="12",
-        LSB_MCPU_HOSTS="batch1 1 a 42 b 42",
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        HPCTRAIN_MAIN_ADDRESS="127.0.0.1",  # the hosts are one
-    )
+@pytest.mark.parametrize("listed", ["batch1 1 a 42", "a 1 b 1 c 1"])
+def test_run_in_a_job_of_lsf_with_several_hosts_names_the_launchers(program, listed):
+    env = launches.environ(LSB_JOBID="12", LSB_MCPU_HOSTS=listed)
     done = subprocess.run(
-        [*RUN, "--nproc-per-node", "2,1", program], env=env, timeout=PATIENCE,
-        capture_output=True, text=True, check=False,
+        [*RUN, program], env=env, timeout=PATIENCE, capture_output=True, text=True, check=False
+    )
+    assert "HT211" in done.stderr
+    assert f"a job of LSF with {len(listed.split()) // 2} hosts" in done.stderr
+    assert "jsrun hpctrain run SCRIPT" in done.stderr
+    assert (done.stdout, done.returncode) == ("", 2)
+
+
+def test_run_in_a_job_of_lsf_with_one_host_starts_the_ranks(program):
+    env = launches.environ(LSB_JOBID="12", LSB_MCPU_HOSTS="a 4")
+    done = subprocess.run(
+        [*RUN, "--nproc-per-node", "2", program], env=env, timeout=PATIENCE, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
-    assert [row[1:5] for row in places(done.stdout)] == [
-        ["0", "3", "0", "0"],
-        ["1", "3", "1", "0"],
-        ["2", "3", "0", "1"],
-    ], done.stderr
-    assert done.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("listed", "hosts"),
-    [
-        ("batch1 1 a 42", ["a"]),  # not on the launch host
-        ("a 1 b 1 c 1", ["a", "b", "c"]),
-        ("a 4 b 4", ["a", "b"]),
-        ("a 4", None),
-    ],
-)
-def test_hosts_of_a_job_of_lsf_with_jsrun(tmp_path, listed, hosts):
-    (tmp_path / "jsrun").write_text("#!/bin/sh\n")
-    (tmp_path / "jsrun").chmod(0o755)
-    env = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": listed, "PATH": str(tmp_path)}
-    found = in_other_jobs.hosts_of(env, None)
-    assert (found and list(found.names)) == hosts
+    assert [row[1:3] for row in places(done.stdout)] == [["0", "2"], ["1", "2"]], done.stderr
 
 
 # Slurm starts the instance of Flux that a job is submitted to.

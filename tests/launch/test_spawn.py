@@ -99,7 +99,7 @@ def test_spawn_raises_usage_error_of_a_rank():
     def raise_usage_error():
         from hpctrain.errors import UsageError
 
-        raise UsageError("HT113", "found", "expected", "the fix")
+        raise UsageError.of_text("HT113", "found", "expected", "the fix")
 
     with pytest.raises(UsageError, match="fix:      the fix") as caught:
         spawn(raise_usage_error, 2)

@@ -748,10 +748,11 @@ NOTHING_SEEN = "no observation of rank 2 (node2)"
 def test_hang_names_the_right_ranks(sightings, ranks, code, words):
     """Decide from the observations of the helpers which ranks caused a hang, and its kind."""
     blame = judge(sightings, 3, ("node1", "node2") if len(sightings) < 3 else ("node1",))
-    assert (blame.ranks, blame.code) == (ranks, code)
-    assert words in blame.found
-    assert blame.fixes
-    assert "\n" not in "".join((blame.found, *blame.fixes))
+    error = blame.error("")
+    assert (blame.ranks, error.code) == (ranks, code)
+    assert words in error.found
+    assert error.fixes
+    assert "\n" not in "".join((error.found, *error.fixes))
 
 
 @pytest.mark.parametrize(
@@ -772,7 +773,7 @@ def test_hang_names_the_right_ranks(sightings, ranks, code, words):
 def test_ranks_wait_for_each_other_at_two_places(sightings, blamed):
     """Detect ranks that wait for each other in different collectives."""
     blame = apart(sightings, 3)
-    assert (blame and (blame.ranks, blame.code)) == (blamed and (blamed, "HT661"))
+    assert (blame and (blame.ranks, blame.error("").code)) == (blamed and (blamed, "HT661"))
 
 
 def test_message_of_many_ranks_is_short():
@@ -780,8 +781,9 @@ def test_message_of_many_ranks_is_short():
     sightings = [at(rank, BACKWARD, "T", host=f"node{rank}") for rank in range(1000)]
     blame = judge(sightings, 1001, ())
     assert len(blame.ranks) == 1000
-    assert blame.found.startswith("ranks 0-999 on node0, node1, ")
-    assert len(blame.found) < 500
+    found = blame.error("").found
+    assert found.startswith("ranks 0-999 on node0, node1, ")
+    assert len(found) < 500
 
 
 def test_job_is_suspended_where_every_rank_is_stopped():

@@ -171,7 +171,7 @@ def kill_later():
 
 # What a user had to know besides the tables of docs/migrate.md.
 KNOWN = {
-    "accelerate_nlp": "accelerate steps a schedule once for each rank; `lr_schedule` counts steps",
+    "accelerate_nlp": "accelerate steps a schedule once for each rank; the port once for each step",
     "ddp_weighted": "the sampler gives the order of all ranks; hpctrain divides it, by batches",
     "fabric_digits": "`accumulate=2` replaces the `if` and the division of the loss",
     "gan": "the generator of the noise is a part of `state=`",

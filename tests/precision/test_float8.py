@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from functools import partial
 
+import launches
 import pytest
 import ranks
 import torch
@@ -134,3 +135,15 @@ def test_model_without_suitable_layers_is_refused(monkeypatch):
         precision.open_precision("fp8", CPU, SETTINGS).convert(model)
     assert refused.value.code == "HT419"
     assert type(model[0]) is nn.Linear
+
+
+def test_projections_of_the_language_model_example_compute_in_fp8(monkeypatch):
+    monkeypatch.setattr(Float8, "_emulated", True)
+    model = launches.example("language_model").GPT(characters=30, context=16)
+    precision.open_precision("fp8", CPU, SETTINGS).convert(model)
+    converted = {
+        name.rpartition(".")[2]
+        for name, layer in model.named_modules()
+        if type(layer).__name__ == "Float8Linear"
+    }
+    assert {"query", "key", "value", "out", "0", "2"} == converted

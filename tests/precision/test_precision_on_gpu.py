@@ -10,7 +10,7 @@ from test_precisions import AUTOCAST, check_equal_to_torch, train_by_autocast, t
 from test_training_options import formats
 from torch import nn
 
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 def products(device):
@@ -70,7 +70,7 @@ def test_auto_precision_on_gpu_is_bf16(gpu):
 def train_digits(name):
     """Train two epochs of the digits; return top-1 of the test set, and the type of the weights."""
     with session(batch_size=16, epochs=2, precision=name, run_dir="run") as opened:
-        train_set, test_set = load("digits")
+        train_set, test_set = digits()
         model = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
             nn.Linear(16 * 64, 10),

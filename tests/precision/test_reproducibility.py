@@ -73,17 +73,17 @@ ARMS = {
     "Horovod, 4 ranks": Arm(4, HOROVOD),
     "fsdp, 2 ranks": Arm(2, FSDP, ("fp64", "fp32", "bf16")),
     "fsdp, 4 ranks": Arm(4, FSDP, ("fp64", "fp32", "bf16")),
-    "Horovod, 2 ranks, `--horovod-groups 2`": Arm(
-        2, (*HOROVOD, "--horovod-groups", "2"), ("fp64",)
+    "Horovod, 2 ranks, `--horovod groups=2`": Arm(
+        2, (*HOROVOD, "--horovod", "groups=2"), ("fp64",)
     ),
-    "Horovod, 2 ranks, `--horovod-gradient-predivide-factor 2`": Arm(
-        2, (*HOROVOD, "--horovod-gradient-predivide-factor", "2"), ("fp64",)
+    "Horovod, 2 ranks, `--horovod gradient-predivide-factor=2`": Arm(
+        2, (*HOROVOD, "--horovod", "gradient-predivide-factor=2"), ("fp64",)
     ),
-    "Horovod, 2 ranks, `--horovod-compression fp16`": Arm(
-        2, (*HOROVOD, "--horovod-compression", "fp16"), ("fp32",), same=False
+    "Horovod, 2 ranks, `--horovod compression=fp16`": Arm(
+        2, (*HOROVOD, "--horovod", "compression=fp16"), ("fp32",), same=False
     ),
-    "ddp, 2 ranks, `--ddp-compression bf16`": Arm(
-        2, (*DDP, "--ddp-compression", "bf16"), ("fp32",), same=False
+    "ddp, 2 ranks, `--ddp compression=bf16`": Arm(
+        2, (*DDP, "--ddp", "compression=bf16"), ("fp32",), same=False
     ),
     **SEEDS,
 }

@@ -71,9 +71,9 @@ def test_equal_ranks_pass_the_consistency_check(equal_entries, caplog):
         ),
         (
             "HT209",
-            "settings/--lr",
-            0.5,
-            "--lr 0.001 at ranks 0, 1 and 3 on node1 and node2; 0.5 at rank 2",
+            "settings/--max-nonfinite",
+            5,
+            "--max-nonfinite 25 at ranks 0, 1 and 3 on node1 and node2; 5 at rank 2",
         ),
         ("HT209", "settings/--precision", "bf16", "--precision auto at"),
         ("HT209", "command", ["other.py"], "different scripts: "),

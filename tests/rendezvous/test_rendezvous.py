@@ -480,7 +480,7 @@ def test_world_of_one_opens_no_socket(monkeypatch):
             World(0, 1, 0),
             RendezvousPoint("k", "a"),
             {},
-            error=UsageError("HT116", "torch is too old"),
+            error=UsageError.of_text("HT116", "torch is too old"),
         )
 
 
@@ -702,7 +702,7 @@ def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
 
 def test_failed_roster_check_is_raised_on_every_rank(start, key):
     def check(roster):
-        raise UsageError("HT206", f"{len(roster.entries)} ranks", "other ones", "again", "later")
+        raise UsageError.of_text("HT206", f"{len(roster.entries)} ranks", "other ones", "again", "later")
 
     for rank in range(3):
         start(World(rank, 3, rank), rendezvous_point(key=key), check=check)

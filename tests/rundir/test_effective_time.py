@@ -232,8 +232,8 @@ def test_last_step_is_known_while_the_run_trains_and_after_a_kill(directory):
 def test_next_start_takes_up_the_last_step_of_a_start_that_was_killed(directory):
     first = recorder(directory)
     first.trained(0.0)
-    first.step(123456)
-    first.step(7)
+    first.step(123456, 10**8, 1e6)
+    first.step(7, 10, 1.5)
     first.close()
     recorder(directory, again=True, step=5).close()
     start = ["launched", "rendezvous", "connected", "restored"]
@@ -253,7 +253,7 @@ def test_next_start_takes_up_the_last_step_of_a_start_that_was_killed(directory)
 )
 def test_end_of_a_start(directory, code, left):
     one = recorder(directory)
-    one.step(3)
+    one.step(3, None, None)
     one.leave(code, BEGIN + 9)
     one.close()
     assert events(directory)[4:] == left

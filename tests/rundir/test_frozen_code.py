@@ -111,10 +111,6 @@ def test_snapshot_stays_as_it_was_after_edits_and_commits(project, git):
     Path("train.py").write_text("x = 3\n")
     git("commit", "--quiet", "-am", "second")
     assert texts(frozen_code.files(STORE, first.tree)) == before
-    changes = frozen_code.difference(STORE, first.tree)
-    assert "-x = 2\n+x = 3\n" in changes
-    Path("train.py").write_text("x = 2\n")
-    assert frozen_code.difference(STORE, first.tree) == ""
 
 
 def test_large_files_are_left_out_and_named(project):

@@ -20,8 +20,12 @@ HOROVOD_SLOW = pytest.mark.parametrize(
 
 
 def session(**options):
-    """Open a session over the backend of the `run` fixture; outside of it, over the default one."""
-    return hpctrain.Session(backend=os.environ.get("TEST_BACKEND", "auto"), **options)
+    """Open a session over the backend of the `run` fixture; outside of it, over the default one.
+
+    Without another interval, it saves at the end of each epoch, whatever a save costs here.
+    """
+    settings = {"checkpoint_minutes": 1000.0, **options}
+    return hpctrain.Session(backend=os.environ.get("TEST_BACKEND", "auto"), **settings)
 
 
 def small_model():

@@ -50,8 +50,12 @@ class FakeSlurm:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment with these commands on the PATH, and without user settings."""
-        return {"PATH": f"{self.folder}:/usr/bin:/bin", "HOME": str(self.folder)}
+        """The environment with these commands on the PATH, and without user settings.
+
+        Real commands in /usr/bin, which show up where a test removes a fake, find no Slurm.
+        """
+        path = f"{self.folder}:/usr/bin:/bin"
+        return {"PATH": path, "HOME": str(self.folder), "SLURM_CONF": "/nowhere/slurm.conf"}
 
     def installed(self, monkeypatch):
         """Set the variables of `env` for a test; return this fake."""

@@ -21,7 +21,7 @@ from hpctrain.errors import exit_codes
 from hpctrain.rundir.exit_status import read_exit_status
 
 # Bit-equal repeats, and checkpoints that are rarely at the end of an epoch.
-OPTIONS = ("--deterministic", "--global-batch", "12", "--checkpoint-every", "5", "--ema", "0.9")
+OPTIONS = ("--deterministic", "--global-batch", "12", "--checkpoint-every", "5")
 # Copies of the state in memory, and none on the disk but those of the ends of the epochs.
 IN_MEMORY = ("--memory-checkpoint-every", "3", "--checkpoint-every", "1000")
 # Values of a row of metrics that depend on the time, or are a peak since the start.

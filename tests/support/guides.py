@@ -33,9 +33,8 @@ NOT_HERE = {
     "hpctrain run --nodes 2 --node-rank": "one line for each host; "
     "tests/launch/test_manual_run_on_hosts.py types both",
     "hpctrain run train_with_lightning.py": "needs Lightning; tests/porting has its scripts",
-    "hpctrain on": "needs a login host; tests/jobs/test_over_ssh.py has one",
     "tail -f": "does not end",
-    "hpctrain chaos": "takes 40 minutes; tests/tools/test_chaos.py has fewer faults",
+    "python sbatch/acceptance/chaos.py": "takes 40 minutes; tests/tools/test_chaos.py has fewer",
     "touch runs/": "stops a run at work; the tests of stops make the file",
     "hpctrain status 4712": "shows a job that waits for days",
 }
@@ -50,7 +49,6 @@ _ON_SLURM = re.compile(
 # Sizes that the pages leave open, put after what a command begins with or has.
 SMALLER = {
     "bench": "--seconds 1",
-    "input": "--batch-size 4",
     "examples/imagenet.py": "--model resnet18 --train-crop 32 --val-crop 32 --val-resize 36 "
     "--batch-size 4 --max-steps 2 --workers 0 --lr-warmup-epochs 0",
     "examples/photographs.py": "--train 3 --val 2 --classes 3",
@@ -63,12 +61,14 @@ import torch
 
 import hpctrain
 
-args = hpctrain.options(recipe=True).parse_args()
+parser = hpctrain.options()
+parser.add_argument("--lr", type=float, default=0.01)
+args = parser.parse_args()
 with hpctrain.Session(args) as session:
     samples = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     loader = session.loader(torch.utils.data.TensorDataset(samples, samples.sum(1, keepdim=True)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     model, optimizer = session.prepare(model, optimizer)
     with session.run() as run:
         for _ in run.epochs(2):

@@ -11,6 +11,7 @@ import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 EXAMPLE = TOP / "examples" / "mnist.py"
+CHAOS = TOP / "sbatch" / "acceptance" / "chaos.py"
 TWICE = Path(__file__).with_name("fp64_and_fp32.py")
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
@@ -34,8 +35,13 @@ def checkout(folder):
 
 def example(name):
     """Return examples/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE.with_name(f"{name}.py"))
-    loaded = importlib.util.module_from_spec(spec)
+    return load(EXAMPLE.with_name(f"{name}.py"))
+
+
+def load(path):
+    """Return a Python file that is in no package as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loaded = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
 

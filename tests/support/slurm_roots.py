@@ -27,7 +27,7 @@ PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "munge"),
     *("slurmdbd", "slurm-wlm-mysql-plugin"),
     *("bsdutils", "mount", "hostname", "iproute2", "procps", "git", "environment-modules"),
-    *("openssh-server", "openssh-client", "openmpi-bin", "mpich", "dataset-fashion-mnist"),
+    *("openssh-server", "openssh-client", "openmpi-bin", "mpich"),
     # What the machine's Python and Open MPI need.
     *("libffi8", "libssl3", "libsqlite3-0", "libreadline8", "liblzma5", "libbz2-1.0", "libexpat1"),
     *("libstdc++6", "libhwloc15", "libevent-core-2.1-7", "libevent-pthreads-2.1-7"),

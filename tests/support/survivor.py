@@ -9,7 +9,7 @@ ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), 
                    buffers with another run, and the `time` of its end
 begins.jsonl       a line for each start that began to train: `start`, its first `step`, and the
                    newest step with a checkpoint that is `committed` then, on the disk or in memory
-final.pt           at the end, atomically: model, optimizer, schedule and EMA of rank 0
+final.pt           at the end, atomically: model, optimizer and schedule of rank 0
 
 and has the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
 which may be repeated:
@@ -267,10 +267,10 @@ class Ledger:
 
 
 def evaluate(session, model, loader, faults, epoch):
-    """Return top-1 and loss over the test set, of the averaged weights if there are any."""
+    """Return top-1 and loss over the test set."""
     model.eval()
     correct = count = loss = 0
-    with torch.no_grad(), session.averaged_weights():
+    with torch.no_grad():
         for images, targets, _ in loader:
             with session.autocast():
                 scores = model(images)
@@ -289,7 +289,6 @@ def write_result(session, run, model, optimizer, schedule):
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
-        "ema": session.ema.state_dict() if session.ema else None,
     }
     result = map_tensors(session.backend.whole, result)  # called by all ranks
     if not session.is_main:
@@ -300,14 +299,16 @@ def write_result(session, run, model, optimizer, schedule):
 
 
 def options(argv):
-    parser = hpctrain.options(recipe=True, description="A training with faults on request.")
+    parser = hpctrain.options(description="A training with faults on request.")
+    parser.set_defaults(checkpoint_minutes=1000.0)  # an interval, so each epoch ends with a save
     own = parser.add_argument_group("of this script")
+    own.add_argument("--lr", type=float, default=0.05)
     own.add_argument("--optimizer", choices=("adam", "sgd"), default="sgd")
     own.add_argument("--samples", type=int, default=100, help="of the training set")
     own.add_argument("--pace", type=float, default=0.0, help="seconds that a step waits")
     own.add_argument("--context", help="how loader workers start: fork, spawn, forkserver")
     own.add_argument("--fault", action="append", default=[], help="see the text above the code")
-    own.set_defaults(global_batch=12, epochs=3, log_every=1, run_dir="run", lr=0.05)
+    own.set_defaults(global_batch=12, epochs=3, log_every=1, run_dir="run")
     return parser.parse_args(argv)
 
 

@@ -78,7 +78,7 @@ def test_acceptance_job_passes_all_checks_on_two_hosts(cluster, checkout):
     assert re.search(r"Slurm [\d.]+, Python [\d.]+, torch [\d.]+, hpctrain [\d.]+", page)
     assert "2 ranks, each once" in details(page, "identity")
     assert "no GPUs in this job" in details(page, "gpus")
-    assert re.search(r"exact .* over gloo: .* GB/s", details(page, "all-reduce"))
+    assert re.search(r"exact .* over gloo", details(page, "all-reduce"))
     assert "rank 1 on node2 killed" in details(page, "kill")
     assert "node2: task 1: Killed" in details(page, "kill")
     assert "no process of the run remains" in details(page, "kill")

@@ -1,33 +1,20 @@
 """`hpctrain bench` in one process: options, errors, records, and no files left."""
 
-import errno
-import itertools
 import json
 import math
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 
-import hpctrain
 from hpctrain.cli import main
-from hpctrain.errors import UsageError
-from hpctrain.tools.bench import (
-    allreduce,
-    checkpoint,
-    input,
-    measure,
-    models,
-    runner,
-    step,
-)
+from hpctrain.tools.bench import allreduce, measure, models, runner, step
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch, tmp_path_factory):
     """Make measurements short, because these tests do not compare speeds."""
-    for module in (step, allreduce, input):
+    for module in (step, allreduce):
         monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.01)
     # Torch's compiler, which a first step imports, sets this variable and makes the folder.
     compiled = tmp_path_factory.getbasetemp() / "compiled"
@@ -83,8 +70,8 @@ def test_bench_size_spelled_in_the_next_unit_when_rounded_up():
 def test_bench_refuses_invalid_size(text, capsys):
     with pytest.raises(ValueError, match="such as 4B"):
         measure.size(text)
-    assert bench("checkpoint", f"--size={text}") == 2
-    assert "is no size such as 64kB" in capsys.readouterr().err
+    assert bench("allreduce", f"--sizes={text}") == 2
+    assert "is no list of sizes such as 4B" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -95,7 +82,8 @@ def test_bench_refuses_invalid_size(text, capsys):
         ["step", "--seconds", "0"],
         ["step", "--precision", "O3"],
         ["allreduce", "--sizes", "4,,8"],
-        ["input", "--workers", "0,-1"],
+        ["input"],
+        ["checkpoint"],
     ],
 )
 def test_bench_wrong_use_exits_with_2(words, capsys):
@@ -209,48 +197,10 @@ def test_bench_step_in_half_precision(tmp_path):
     assert record(tmp_path)["precision"] == "fp16"
 
 
-def test_bench_checkpoint_pause_is_shorter_than_the_write(tmp_path, capsys):
-    words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--json", "found.json")
-    assert bench(*words) == 0
-    found = record(tmp_path)
-    assert found["bytes"] == 10**6
-    assert found["path"] == str(tmp_path / "runs")
-    for name, arm in found["results"].items():
-        assert arm["stall_s"]["median"] <= arm["whole_s"]["median"], name
-        assert arm["stall_s"]["count"] == arm["whole_s"]["count"] >= 3
-        assert arm["gb_per_s"] == pytest.approx(1e-3 / arm["whole_s"]["median"])
-    assert "s that training waits" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("free", "memory", "size"),
-    [
-        (10**12, None, 2 * 10**8),
-        (22 * 10**6, 10**12, 5 * 10**6),
-        (10**12, 6 * 10**6, 10**6),
-        (1, 1, 10**4),
-    ],
-)
-def test_bench_checkpoint_chooses_a_size_that_fits(free, memory, size):
-    assert checkpoint._fitting(free, memory) == size
-
-
-def test_bench_checkpoint_size_limited_by_disk_and_memory():
-    checkpoint.refuse_size(10**6, "runs", 10**7, None)
-    with pytest.raises(UsageError, match="1 MB are free on the file system of runs") as caught:
-        checkpoint.refuse_size(10**6, "runs", 10**6, None)
-    assert caught.value.code == "HT901"
-    assert caught.value.fixes == ("--size 227kB", "--run-dir DIR on another file system")
-    with pytest.raises(UsageError, match="of memory") as caught:
-        checkpoint.refuse_size(10**6, "runs", 10**8, 10**6)
-    assert caught.value.fixes == ("--size 167kB",)
-    with pytest.raises(UsageError, match="--size 3B") as caught:
-        checkpoint.refuse_size(3, "runs", 10**8, None)
-    assert caught.value.code == "HT902"
-
-
-def raise_no_space(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_bench_on_a_full_file_system_is_one_error(capsys):
+    words = ("step", "--seconds", "0.1", "--batch-size", "2", "--json", "/dev/full")
+    assert bench(*words) == 2
+    assert "--json /dev/full cannot be written: [Errno 28] No space" in capsys.readouterr().err
 
 
 def send_sigterm(*_):
@@ -263,113 +213,16 @@ def send_sigint(*_):
     return 1.0
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"), [(raise_no_space, 2), (send_sigterm, 75), (send_sigint, 130)]
-)
-def test_bench_leaves_no_files_after_error_or_signal(fault, code, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "write", fault)
+@pytest.mark.parametrize(("fault", "code"), [(send_sigterm, 75), (send_sigint, 130)])
+def test_bench_leaves_no_files_after_a_signal(fault, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "timed", fault)
     # Jobs in the background of a shell ignore SIGINT; these tests may be one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert bench("checkpoint", "--size", "1MB", "--json", "found.json") == code
+        assert bench("step", "--batch-size", "2", "--json", "found.json") == code
     finally:
         signal.signal(signal.SIGINT, before)
     assert not list(tmp_path.iterdir())
-    assert ("No space left" in capsys.readouterr().err) == (fault is raise_no_space)
-
-
-def test_bench_input_numbers_of_workers():
-    assert input.numbers_of_workers(1) == [0, 1]
-    assert input.numbers_of_workers(2) == [0, 1, 2]
-    assert input.numbers_of_workers(6) == [0, 1, 2, 4, 6]
-    assert input.numbers_of_workers(8) == [0, 1, 2, 4, 8]
-
-
-def test_bench_input_of_one_process(tmp_path, monkeypatch, capsys):
-    words = ("input", "--workers", "0,1", "--batch-size", "2", "--seconds", "0.1", "--need", "1")
-    assert bench(*words, "--json", "found.json") == 0
-    found = record(tmp_path)
-    assert list(found["results"]) == ["decoded, no loader", "0 workers", "1 worker"]
-    for arm in found["results"].values():
-        assert arm["images_per_s_of_a_rank"] == pytest.approx(
-            arm["images_per_s"]["median"], rel=0.5
-        )
-    assert found["enough_workers"] == 0
-    assert "--workers 0 is enough." in capsys.readouterr().out
-
-
-@pytest.fixture
-def arms():
-    """Yield the arms of `bench input`, over 10 pictures in batches of 4."""
-    with hpctrain.Session(backend="single", precision="fp32", batch_size=4, workers=0) as session:
-        yield input._LoadingArms(session, input.Pictures(10))
-
-
-def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(input, "_BLOCK_SECONDS", 1.0)
-    monkeypatch.setattr(input, "time", SimpleNamespace(perf_counter=lambda: now))
-    for first, seconds in itertools.product(range(1, 9), (0.01, 0.6, 1.7)):
-
-        def bursts(*_, first=first, seconds=seconds, **__):
-            """Yield batches of 8 workers that end together; the first burst is incomplete."""
-            nonlocal now
-            for count in itertools.chain([first], itertools.repeat(8)):
-                now += seconds
-                yield from range(count)
-
-        monkeypatch.setattr(input.data, "Loader", bursts)
-        assert 1 / arms.load(8) == pytest.approx(8 * 4 / seconds), (first, seconds)
-
-
-def test_bench_input_never_measures_across_epochs(arms):
-    batches = list(itertools.islice(iter(arms._new_order()), 40))  # 2 in an epoch
-    epochs = [batches[start] + batches[start + 1] for start in range(0, 40, 2)]
-    assert all(len(set(epoch)) == 8 for epoch in epochs)
-    assert len(set(map(tuple, epochs))) > 1
-    assert next(iter(arms._new_order())) != batches[0]
-    assert arms.load(1) > 0
-    assert arms.decode() > 0
-
-
-def test_bench_input_names_a_corrupt_image(tmp_path, capsys):
-    folder = tmp_path / "images" / "train" / "a"
-    folder.mkdir(parents=True)
-    for number in range(4):
-        (folder / f"{number}.jpg").write_bytes(b"no image")
-    words = ("input", "--data", "images", "--batch-size", "2", "--workers", "0", "--seconds", "0.1")
-    assert bench(*words) == 1
-    error = capsys.readouterr().err
-    assert ".jpg is no image that can be decoded" in error
-    assert "hpctrain explain HT517" in error
-    assert "Traceback" not in error
-
-
-def test_bench_input_refuses_too_few_images(tmp_path, capsys):
-    folder = tmp_path / "images" / "train" / "a"
-    folder.mkdir(parents=True)
-    (folder / "x.jpg").write_bytes(b"")
-    assert bench("input", "--data", "images") == 2
-    error = capsys.readouterr().err
-    assert "images/train has 1 images, but a batch of each rank takes 64" in error
-    assert "--batch-size 1\n" in error
-    assert "hpctrain explain HT909" in error
-
-
-def test_bench_input_refuses_missing_images(tmp_path, capsys):
-    assert bench("input", "--data", "nowhere") == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_bench_input_finds_the_workers_that_suffice():
-    ranks = [{"decoded, no loader": [1e-3] * 3, "0 workers": [2e-3] * 3, "2 workers": [1e-3] * 3}]
-    found = input.evaluate(ranks * 2, [0, 2], 800)
-    arm = found["results"]["2 workers"]
-    assert arm["images_per_s"]["median"] == pytest.approx(2000)
-    assert arm["images_per_s_of_a_rank"] == pytest.approx(1000)
-    assert found["enough_workers"] == 2
-    assert input.evaluate(ranks, [0, 2], 1001)["enough_workers"] is None
 
 
 def test_bench_title_has_world_device_and_backend():

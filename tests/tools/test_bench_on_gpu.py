@@ -47,16 +47,3 @@ def test_bench_allreduce_over_one_gpu(nccl):
         own = arms["hpctrain"]
         assert own["busbw"] == pytest.approx(own["algbw"])  # 2(n-1)/n of two ranks
     assert "busbw GB/s" in output
-
-
-def test_bench_checkpoint_of_state_on_gpu(gpu):
-    ranks.values(gpu(1, run_bench, "checkpoint", "--size", "10MB"))
-    found = record()
-    assert found["bytes"] == 10**7
-    own = found["results"]["hpctrain"]
-    assert own["stall_s"]["median"] <= own["whole_s"]["median"]
-
-
-def test_bench_input_on_gpu(gpu):
-    ranks.values(gpu(1, run_bench, "input", "--workers", "0,1", "--batch-size", "8"))
-    assert list(record()["results"]) == ["decoded, no loader", "0 workers", "1 worker"]

@@ -12,7 +12,7 @@ import ranks
 from battery import HOROVOD_SLOW
 
 from hpctrain.cli import main
-from hpctrain.tools.bench import allreduce, input, step
+from hpctrain.tools.bench import allreduce, step
 
 
 def run_bench(*words, fault=None):
@@ -22,14 +22,14 @@ def run_bench(*words, fault=None):
         words: of the command.
         fault: a function that a rank calls first, with its number.
     """
-    for module in (step, allreduce, input):
+    for module in (step, allreduce):
         module._BLOCK_SECONDS = 0.01
     if fault:
         fault(int(os.environ["HPCTRAIN_RANK"]))
     backend = ["--backend", os.environ.get("TEST_BACKEND", "auto")]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = main(["bench", *words, *(backend if words[0] in ("step", "allreduce") else [])])
+        code = main(["bench", *words, *backend])
     return code, out.getvalue()
 
 
@@ -76,37 +76,12 @@ def test_bench_step_of_three_ranks(run, tmp_path):
     assert "Scaling" in output
 
 
-def test_bench_checkpoint_written_by_rank_0_alone(tmp_path):
-    words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--run-dir", "shared")
-    output = output_of_rank_0(ranks.run(3, run_bench, *words))
-    assert f"1 MB, half weights and half momenta, in {tmp_path}/shared" in output
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_bench_input_of_three_ranks(tmp_path):
-    words = ("input", "--workers", "0", "--batch-size", "2", "--seconds", "0.1")
-    output = output_of_rank_0(ranks.run(3, run_bench, *words))
-    assert "2 of a rank in a batch" in output
-    assert not list(tmp_path.iterdir())
-
-
 def run_with_errors(*words, fault=None):
     """Run the command on a rank; return its exit code and its error lines."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code, _ = run_bench(*words, fault=fault)
     return code, [line for line in errors.getvalue().splitlines() if "error: " in line]
-
-
-def test_bench_checkpoint_refuses_more_than_the_free_space_with_one_error(tmp_path):
-    first, *others = ranks.values(ranks.run(3, run_with_errors, "checkpoint", "--size", "900TB"))
-    assert others == [(2, [])] * 2
-    code, (line,) = first
-    assert code == 2
-    assert line.startswith("hpctrain: error: ")
-    assert "are free on the file system of" in line
-    assert not list(tmp_path.iterdir())
 
 
 def measure_allreduce(fault):

@@ -1,4 +1,4 @@
-"""Faults by `hpctrain chaos`; tests/training/test_resume_on_slurm.py lets them happen on Slurm."""
+"""Faults by sbatch/acceptance/chaos.py; test_resume_on_slurm.py has them on Slurm."""
 
 import os
 import statistics
@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import fake_slurm
+import launches
 import pytest
 from fake_slurm import job
 
-from hpctrain.cli import main
-from hpctrain.tools import chaos
-from hpctrain.tools.chaos import sender
+chaos = launches.load(launches.CHAOS)
 
 
 def test_same_seed_gives_the_same_faults():
@@ -32,36 +31,43 @@ def slurm(tmp_path, monkeypatch):
 
 
 def test_ranks_of_a_job_are_hurt_on_its_hosts(slurm, capsys):
-    assert main(["chaos", "7", "--count", "3", "--mean", "0.01", "--kinds", "kill,stop"]) == 0
+    chaos.main(["7", "--count", "3", "--mean", "0.01", "--kinds", "kill,stop"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[2] for line in lines] == ["rank 1, process 5"] * 3
     with open("hurt") as calls:
-        assert all("--jobid=7 --nodelist=node" in call and " SIG" in call for call in calls)
+        words = ("--jobid=7 --nodelist=node", f"{launches.CHAOS} --send SIG")
+        assert all(word in call for call in calls for word in words)
 
 
 def test_step_of_a_rank_is_cancelled_and_not_the_oldest_one(slurm, capsys):
     """Cancel step 4; Slurm still lists step 2, whose host is lost."""
     slurm.command("srun", more='echo "$*" >>hurt; printf 4')
     slurm.command("scancel", more='echo "$*" >>cancelled')
-    assert main(["chaos", "7", "--count", "1", "--mean", "0.01", "--kinds", "step"]) == 0
+    chaos.main(["7", "--count", "1", "--mean", "0.01", "--kinds", "step"])
     assert capsys.readouterr().out.rstrip().endswith("step: 7.4")
     assert Path("cancelled").read_text().split()[-1] == "7.4"
 
 
 def test_job_that_has_ended_is_left_alone(slurm, capsys):
     slurm.jobs(job("7", State="COMPLETED"))
-    assert main(["chaos", "7", "--count", "2", "--mean", "0.01"]) == 0
+    chaos.main(["7", "--count", "2", "--mean", "0.01"])
     assert capsys.readouterr().out == "the job has ended after 0 of 2 faults\n"
 
 
 @pytest.mark.parametrize(
-    "words", [["--kinds", "kill,none"], ["--count", "0"], ["--mean", "nan"], ["--mean", "-1"]]
+    "words", [["--kinds", "kill,none"], ["--count", "x"], ["--mean", "nan"], ["--mean", "-1"]]
 )
 def test_wrong_values(slurm, capsys, words):
     with pytest.raises(SystemExit) as caught:
-        main(["chaos", "7", *words])
+        chaos.main(["7", *words])
     assert caught.value.code == 2
-    assert f"argument {words[0]}: '{words[1]}' is no" in capsys.readouterr().err
+    assert f"argument {words[0]}: " in capsys.readouterr().err
+
+
+def test_slurm_that_does_not_answer_is_one_line(slurm, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match="Slurm does not answer: no squeue"):
+        chaos.main(["7", "--mean", "0.01"])
 
 
 def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):
@@ -94,11 +100,11 @@ def test_rank_is_found_and_its_child_and_the_next_attempt_are_not(monkeypatch):
         *(start("0", "a/10"), start("2", "a/9", SLURM_JOB_ID="78")),
     ]
     try:
-        assert sender.ranks(env) == {0: started[0].pid, 1: started[1].pid}
-        line = [sys.executable, "-m", "hpctrain.tools.chaos.sender", "step", "1"]
+        assert chaos.ranks(env) == {0: started[0].pid, 1: started[1].pid}
+        line = [sys.executable, launches.CHAOS, "--send", "step", "1"]
         environ = {**os.environ, **env, "SLURM_STEP_ID": "5"}
         done = subprocess.run(line, env=environ, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, "3")
+        assert (done.returncode, done.stdout) == (0, "3\n")
     finally:
         for process in started:
             os.killpg(process.pid, 9)

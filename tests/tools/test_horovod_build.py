@@ -349,7 +349,7 @@ def test_wheel_cache_has_no_partial_wheel_after_disk_full(compiled, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("error", "count"), [(HpctrainError("HT915", "failed"), 1), (KeyboardInterrupt(), 0)]
+    ("error", "count"), [(HpctrainError.of_text("HT915", "failed"), 1), (KeyboardInterrupt(), 0)]
 )
 def test_build_folder_is_kept_after_failure_only(compiled, tmp_path, monkeypatch, error, count):
     def fail(*arguments):

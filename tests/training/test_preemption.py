@@ -216,7 +216,7 @@ def test_error_in_a_loader_worker_is_reported_last():
         "from torch.utils.data import Dataset\n"
         "class Broken(Dataset):\n"
         "    def __len__(self): return 400\n"
-        "    def __getitem__(self, index): raise hpctrain.errors.DataError('broken', 'whole')\n"
+        "    def __getitem__(self, index): raise hpctrain.errors.DataError('broken')\n"
         "with hpctrain.Session(workers=6, global_batch=4) as session:\n"
         "    for batch in session.loader(Broken()): pass\n"
     )

@@ -52,10 +52,6 @@ def master(opened):
     return opened.optimizers[0].param_groups[0]["params"][-1]
 
 
-def average(opened):
-    return opened.ema.state_dict()["averages"][0]["4.bias"]
-
-
 def gradient(opened):
     return opened.models[0][4].bias.grad
 
@@ -114,7 +110,6 @@ def check_culprit(results, wrong, folder="evidence"):
         pytest.param(weight, "4.bias", {"backend": "horovod"}, marks=SLOW),
         (moment, "exp_avg of Adam for 4.bias", {"optimizer": "Adam"}),
         (master, "4.bias", {"precision": "O2", "loss_scale": 64.0}),
-        pytest.param(average, "the average of 4.bias", {"ema": 0.9}, marks=SLOW),
         (gradient, "4.bias", {}),
         pytest.param(gradient, "4.bias", {"accumulate": 2, "global_batch": 24}, marks=SLOW),
     ],
@@ -174,13 +169,13 @@ def test_flipped_bit_in_the_first_step_of_a_resume_is_no_wrong_use(evidence):
 @pytest.mark.parametrize(
     "options",
     [
-        {"ema": 0.9, "accumulate": 2, "global_batch": 24, "optimizer": "Adam"},
+        {"accumulate": 2, "global_batch": 24, "optimizer": "Adam"},
         pytest.param({"precision": "O2", "optimizer": "Adam"}, marks=SLOW),
         pytest.param({"precision": "fp64"}, marks=SLOW),
         pytest.param({"check_replicas_every": None}, marks=SLOW),
     ],
 )
-def test_ranks_with_other_batch_norm_statistics_and_averages_pass_the_check(options):
+def test_ranks_with_other_batch_norm_statistics_pass_the_check(options):
     """Each rank has its own statistics of batch norm."""
     options = {"check_replicas_every": 1, **options}
     assert ranks.values(ranks.run(3, partial(train, **options))) == [24] * 3
@@ -188,7 +183,7 @@ def test_ranks_with_other_batch_norm_statistics_and_averages_pass_the_check(opti
 
 def train_elastic(steps):
     return train(
-        elastic=True, max_steps=steps, ema=0.9, check_replicas_every=1, batch_size=2,
+        elastic=True, max_steps=steps, check_replicas_every=1, batch_size=2,
         global_batch=12, optimizer="Adam",
     )  # fmt: skip
 
@@ -235,7 +230,6 @@ class Alone:
             precision=SimpleNamespace(master=lambda parameter: parameter),
             models=[model],
             optimizers=[],
-            ema=None,
         )
         self.seconds = [0.0] * 10
         self.check = ReplicaCheck(context, self.seconds, 0, resumed=True)

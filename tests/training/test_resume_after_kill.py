@@ -19,7 +19,7 @@ import survivor
 
 from hpctrain import cli, rundir
 from hpctrain.errors import NonFiniteError, UsageError, exit_codes
-from hpctrain.monitoring.report import run_reader, tables
+from hpctrain.monitoring.report import facts, runs
 from hpctrain.rundir import effective_time
 
 SIZE = 3
@@ -106,9 +106,9 @@ def test_effective_training_time_of_a_killed_and_resumed_run(capsys):
     assert job["run"]["effective_training_time"] == found.as_json()
     assert cli.main(["status", "run"]) == 0
     assert f"\n  time:     {found}\n" in capsys.readouterr().out
-    (read,) = run_reader.read(["run"])
-    shown = tables.summary(read)
-    assert shown["effective training time"].startswith(f"{found.share:.2f} of ")
+    (read,) = runs.read(["run"])
+    shown = facts.summary(read)
+    assert shown["effective training time"].startswith(f"{100 * found.share:.0f} % of ")
     assert shown["lost"] == found.lost
 
 

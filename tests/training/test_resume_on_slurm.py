@@ -457,8 +457,8 @@ def test_host_that_fails_its_check_is_replaced(cluster, tmp_path, check_finished
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacking, backend):
-    """Kill random ranks (KILL, SEGV, ABRT) by hpctrain chaos as long as the job runs."""
+def test_ranks_killed_at_random(cluster, check_finished, lacking, backend):
+    """Kill random ranks (KILL, SEGV, ABRT) as long as the job runs."""
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "hpctrain horovod build")
     epochs = os.environ.get("TEST_CHAOS_EPOCHS", "30")  # of two seconds
@@ -469,7 +469,7 @@ def test_ranks_killed_at_random_by_hpctrain_chaos(cluster, check_finished, lacki
     job.until(job.steps)
 
     def chaos(*words):
-        command = [launches.PYTHON, "-m", "hpctrain", "chaos", job.number, *words]
+        command = [launches.PYTHON, launches.CHAOS, job.number, *words]
         done = cluster.run(command, env=launches.on_cluster(cluster), timeout=7200)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -520,8 +520,8 @@ def test_mixed_faults(cluster, check_finished):
             host = draw.choice([host for host in used if host != batch])
             getattr(cluster, kind)(host)
             return host
-        words = ["chaos", job.number, "--count", "1", "--kinds", kind, "--mean", "1"]
-        command = [launches.PYTHON, "-m", "hpctrain", *words, "--seed", str(number)]
+        words = [job.number, "--count", "1", "--kinds", kind, "--mean", "1"]
+        command = [launches.PYTHON, launches.CHAOS, *words, "--seed", str(number)]
         done = cluster.run(command, env=launches.on_cluster(cluster), timeout=700)
         assert done.returncode == 0, done.stderr
         return ""

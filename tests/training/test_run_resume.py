@@ -28,7 +28,7 @@ def die_at_step(step):
     return lambda run: os._exit(9) if run.step - 1 == step else None
 
 
-def train(die_at=None, seed=0, width=None, name="example", **options):
+def train(die_at=None, seed=0, width=None, name="example", loads=(None, None), **options):
     """Train four epochs of four steps with a schedule; return the weights at the end."""
     with session(
         **{
@@ -47,7 +47,12 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         loader = opened.loader(images(50))
         steps, die = [], die_at_step(die_at)
+        path, inside = loads
+        if inside is False:
+            opened.load_weights(model, path)
         with opened.run(state={"schedule": schedule}, name=name) as run:
+            if inside:
+                opened.load_weights(model, path)
             for epoch in run.epochs():
                 for batch, targets in run.batches(loader):
                     loss = nn.functional.cross_entropy(model(batch), targets)
@@ -260,7 +265,7 @@ def test_incomplete_accumulation_is_dropped_at_the_end_of_an_epoch(run, tmp_path
 def test_checkpoint_of_another_run_is_not_resumed():
     ranks.values(ranks.run(1, partial(train, max_steps=5, epochs=None)))
     Path("run").rename("other")
-    options = {"max_steps": 3, "epochs": None, "data": "another"}
+    options = {"max_steps": 3, "epochs": None, "name": "another"}
     ranks.values(ranks.run(1, partial(train, **options)))
     shutil.copytree("other/checkpoints/step-00000005", "run/checkpoints/step-00000005")
     Path("run/summary.json").unlink()
@@ -402,6 +407,32 @@ def test_run_left_early_stays_finished_until_a_later_end():
     assert ranks.values(ranks.run(1, partial(stop_early, epochs=6, resume=True))) == [16]
 
 
+def read_the_last_step():
+    """Train until the file of the last step has an estimate; return its content."""
+    with session(global_batch=12, run_dir="run", epochs=1000) as opened:
+        model, _ = opened.prepare(model := small_model(), torch.optim.SGD(model.parameters(), 0.05))
+        lines = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(48))):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    time.sleep(0.01)
+                    lines = run.directory.lines(run.directory.last_step) if opened.is_main else []
+                    if done := opened.sum(any(line["left"] for line in lines)):
+                        break
+                if done:
+                    break
+    return lines
+
+
+def test_newest_step_is_recorded_with_the_steps_of_the_run_and_the_time_to_its_end():
+    (last,), *others = ranks.values(ranks.run(3, read_the_last_step))
+    assert others == [[], []]
+    assert last["end"] == 4000
+    assert 0 < last["step"] < 4000
+    assert last["left"] > (4000 - last["step"]) * 0.01
+
+
 def test_resume_without_a_checkpoint_starts_at_step_0():
     results = ranks.values(ranks.run(2, partial(train, resume=True)))
     assert results[0][0] == list(range(16))
@@ -412,13 +443,12 @@ def test_resume_without_a_checkpoint_starts_at_step_0():
     [
         ({}, "has a run in it"),
         ({"resume": True, "name": "other"}, "its name is 'example'"),
-        ({"resume": True, "data": "mnist"}, "its data is 'digits'"),
         ({"resume": True, "width": 1}, "its model is"),
         ({"resume": True, "global_batch": 24}, "a global batch of 12"),
     ],
 )
 def test_run_directory_of_another_run_is_refused(options, words):
-    ranks.values(ranks.run(1, partial(train, max_steps=5, data="digits")))
+    ranks.values(ranks.run(1, partial(train, max_steps=5)))
     Path("run/summary.json").write_text('{"status": "stopped"}')
     before = {
         path: path.read_bytes()
@@ -432,14 +462,17 @@ def test_run_directory_of_another_run_is_refused(options, words):
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_run_goes_on_whether_or_not_its_script_has_an_option_for_data():
-    """Resume a run that recorded data without such an option, as earlier releases did, and back."""
-    for end, data in ((3, {"data": "digits"}), (4, {}), (5, {"data": "digits"})):
-        options = {"max_steps": end, "epochs": None, "resume": True, **data}
-        ((steps, _),) = ranks.values(ranks.run(1, partial(train, **options)))
-        assert steps[-1] == end - 1
-        assert steps[0] in (0, end - 1)
-    assert faults.started_at() == [0, 3, 4]
+def test_run_that_recorded_its_data_resumes():
+    """Resume a run whose identity names its data, as that of earlier checkpoints does."""
+    ranks.values(ranks.run(1, partial(train, max_steps=3, epochs=None)))
+    for path in (Path("run/run.json"), *Path("run/checkpoints").glob("*/manifest.json")):
+        text = path.read_text()
+        assert text.count('"name": "example"') == 1
+        path.write_text(text.replace('"name": "example"', '"name": "example", "data": "digits"'))
+    ((steps, _),) = ranks.values(
+        ranks.run(1, partial(train, max_steps=4, epochs=None, resume=True))
+    )
+    assert steps == [3]
 
 
 def test_run_directory_with_other_files_is_refused():
@@ -662,7 +695,7 @@ def resume_with_a_damage_that_rank_2_reads(damaged):
 
         def refuse(folder, step, **keywords):
             if step == damaged:
-                raise CheckpointError("HT707", "rank-00002.bin has changed")
+                raise CheckpointError.of_text("HT707", "rank-00002.bin has changed")
             return real(folder, step, **keywords)
 
         checkpoint.open_checkpoint = refuse
@@ -692,11 +725,13 @@ def test_save_inside_a_step_is_refused():
     assert "--checkpoint-every STEPS" in str(result)
 
 
-def test_resume_takes_the_checkpoint_and_not_init_from(tmp_path):
+@pytest.mark.parametrize("inside", [False, True], ids=str)
+def test_resumed_run_has_the_weights_of_its_checkpoint(tmp_path, inside):
+    """Weights may be loaded before the run or inside of it."""
     path = str(tmp_path / "weights.pt")
     torch.manual_seed(7)  # an earlier test in this process may have set the seed of `train`
     torch.save(small_model().state_dict(), path)
-    resumes = partial(train, resume=True, init_from=path)
+    resumes = partial(train, resume=True, loads=(path, inside))
     ((_, uninterrupted),) = ranks.values(ranks.run(1, resumes))
     shutil.rmtree("run")
     ranks.run(1, resumes, 10)

@@ -25,14 +25,13 @@ WARM_UP, STEPS = 20, 60
 OPTIONS = {
     "fp32": {"precision": "fp32"},
     "fp16": {"precision": "fp16"},
-    "accumulate, clip, EMA, schedule": {
-        "precision": "fp32", "accumulate": 2, "clip_norm": 1.0, "ema": 0.9,
-        "lr_schedule": "cosine", "deterministic": True,
+    "accumulate, clip, deterministic": {
+        "precision": "fp32", "accumulate": 2, "clip_norm": 1.0, "deterministic": True,
     },
 }  # fmt: skip
 # Calls of Python and C functions that code of hpctrain makes or receives in one step. If a larger
 # number is worth it, write it here and state the reason in the commit.
-CALLS = {"fp32": 61, "fp16": 85, "accumulate, clip, EMA, schedule": 217}
+CALLS = {"fp32": 61, "fp16": 85, "accumulate, clip, deterministic": 217}
 UPWARD = 1.03
 # The same from the opening of a session to the end of the first step, whose files and threads vary.
 CALLS_OF_A_START, UPWARD_OF_A_START = 3230, 1.1

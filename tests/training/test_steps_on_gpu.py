@@ -1,24 +1,21 @@
-"""Steps on a GPU: no sync, and the results of optimizers and EMA equal those of the CPU."""
+"""Steps on a GPU: no sync, and the results of LAMB equal those of the CPU."""
 
-import copy
 from itertools import pairwise
 
 import on_gpu
 import pytest
 import ranks
-import test_optimizers
+import test_apex_lamb
 import torch
 from battery import images, session, small_model, train
-from test_ema import Net
 from torch import nn
 
-from hpctrain.optim import EMA, LAMB, LARS
+from hpctrain.compat.apex.lamb import LAMB
 
 WARM_UP, STEPS, OVERFLOW = 3, 6, 2
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, 0.9),
     "Adam": lambda p: torch.optim.Adam(p, 1e-3),
-    "LARS": lambda p: LARS(p, 0.05, weight_decay=1e-4),
     "LAMB": lambda p: LAMB(p, 1e-3),
     "fused SGD": lambda p: torch.optim.SGD(p, 0.05, 0.9, fused=True),
     "fused AdamW": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
@@ -50,7 +47,7 @@ def steps(precision, optimizer, options):
         return moved, int(opened.precision.nonfinite.skipped)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "clip_value": 0.1, "ema": 0.9}])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "clip_value": 0.1}])
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [
@@ -88,33 +85,21 @@ def test_compiled_model_trains_the_same_on_gpu(gpu, tmp_path, precision, toleran
     assert len(losses) == 8
 
 
-def weights_after_steps(kind, settings, tensor_lr, device):
+def weights_after_steps(settings, device):
     """Return the weights after the steps of the unit tests."""
-    weights = [[w.to(device) for w in group] for group in test_optimizers.first_weights()]
+    weights = [[w.to(device) for w in group] for group in test_apex_lamb.first_weights()]
     gradients = [
         [None if gradient is None else gradient.to(device) for gradient in step]
-        for step in test_optimizers.gradients_of_steps()
+        for step in test_apex_lamb.gradients_of_steps()
     ]
-    make = {"LARS": lambda g: LARS(g, 1.0, **settings), "LAMB": lambda g: LAMB(g, **settings)}
     with on_gpu.never_waits():
-        optimizer = test_optimizers.train(make[kind], weights, gradients, tensor_lr)
-    return test_optimizers.parameters(optimizer)
+        optimizer = test_apex_lamb.train(lambda g: LAMB(g, **settings), weights, gradients)
+    return test_apex_lamb.parameters(optimizer)
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("LARS", {}),
-        ("LARS", {"nesterov": True}),
-        ("LAMB", {}),
-        ("LAMB", {"max_grad_norm": 1.0, "use_nvlamb": True}),
-    ],
-)
-def test_lars_and_lamb_on_gpu_equal_cpu_without_sync(gpu, kind, settings, tensor_lr):
-    ((found, expected),) = ranks.values(
-        gpu(1, run_on_gpu_and_cpu, weights_after_steps, kind, settings, tensor_lr)
-    )
+@pytest.mark.parametrize("settings", [{}, {"use_nvlamb": True}], ids=str)
+def test_lamb_on_gpu_equals_cpu_without_sync(gpu, settings):
+    ((found, expected),) = ranks.values(gpu(1, run_on_gpu_and_cpu, weights_after_steps, settings))
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
 
@@ -122,25 +107,3 @@ def test_lars_and_lamb_on_gpu_equal_cpu_without_sync(gpu, kind, settings, tensor
 def run_on_gpu_and_cpu(function, *arguments):
     """Return the results of a function on the GPU and on the CPU."""
     return [function(*arguments, device) for device in (on_gpu.DEVICE, torch.device("cpu"))]
-
-
-def averages_after_changes(decay, device):
-    """Return the averages after ten changes of the weights."""
-    torch.manual_seed(0)
-    model = Net().double()
-    changes = [[torch.randn_like(p) for p in model.parameters()] for _ in range(10)]
-    changes = [[change.to(device) for change in step] for step in changes]
-    model = copy.deepcopy(model).to(device)
-    ema = EMA([model], decay)
-    with on_gpu.never_waits(), torch.no_grad():
-        for step in changes:
-            torch._foreach_add_(list(model.parameters()), step)
-            ema.update()
-        with ema.swapped():
-            return [p.detach().clone() for p in model.parameters()]
-
-
-def test_ema_on_gpu_equals_cpu_without_sync(gpu):
-    ((found, expected),) = ranks.values(gpu(1, run_on_gpu_and_cpu, averages_after_changes, 0.9))
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)

@@ -1,15 +1,11 @@
-"""Options of a training: accumulation, clipping, rates, decay, averages, memory formats."""
+"""Options of a training: accumulation, clipping, memory formats; what prepare() leaves alone."""
 
-import json
-import math
 import random
 
-import faults
 import pytest
 import ranks
 import torch
 from battery import HOROVOD_SLOW, fit, images, session, small_model, train
-from checkpoints import load_newest
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -168,242 +164,25 @@ def test_clipping_applies_to_averaged_unscaled_gradients(run, precision, accumul
         assert moved.double().norm().item() == pytest.approx(0.125, **close)
 
 
-def train_with_rates(options):
-    options = {"batch_size": 4, "lr": 0.02, **options}
-    return train_plain(options)[0], json.loads(RunDirectory("run").summary.read_text())[
-        "learning_rate"
-    ]
-
-
-def test_lr_schedule_options_are_followed_and_logged(tmp_path, monkeypatch):
-    """Train on three ranks, with twenty steps an epoch."""
-    warm = {"lr_warmup_epochs": 0.25, "epochs": 2}
-    cosine = {**warm, "lr_schedule": "cosine", "lr_scaling": "linear", "lr_reference_batch": 24}
-    step = {"lr_schedule": "step", "lr_step_epochs": 1, "lr_step_factor": 0.5, "epochs": 3}
-    polynomial = {"lr_schedule": "polynomial", "lr_power": 2.0, "max_steps": 25}
-    found = in_folders(
-        ranks.run, tmp_path, monkeypatch, train_with_rates, (3, cosine), (3, step), (3, polynomial)
-    )
-    rates = [[row["lr"] for row in rows] for rows, _ in found]
-    half = 0.05 * 12 / 24  # of the optimizer's rate, not of --lr
-    curve = [half * (1 + math.cos(math.pi * (s - 5) / 35)) / 2 for s in range(5, 40)]
-    assert rates[0] == pytest.approx([half * (s + 1) / 5 for s in range(5)] + curve)
-    assert rates[1] == pytest.approx([0.05] * 20 + [0.025] * 20 + [0.0125] * 20)
-    assert rates[2] == pytest.approx([0.05 * (1 - s / 25) ** 2 for s in range(25)])
-    assert [description for _, description in found] == [
-        "warm-up 5 steps, cosine over 40 steps",
-        "times 0.5 every 20 steps",
-        "polynomial of power 2 over 25 steps",
-    ]
-
-
-def rates_with_resume(die_at, resume):
-    options = {
-        "batch_size": 4, "epochs": 2, "lr_warmup_epochs": 0.5, "lr_schedule": "cosine",
-        "lr_scaling": "sqrt", "checkpoint_every": 7, "resume": resume,
-    }  # fmt: skip
-
-    def die(model):
-        if die_at is not None:
-            model.register_forward_pre_hook(raise_at_step(die_at))
-
-    return [row["lr"] for row in train_plain(options, before=die)[0]]
-
-
-def raise_at_step(step):
-    seen = iter(range(step))
-
-    def hook(*_):
-        if next(seen, None) is None:
-            raise RuntimeError("a planned error")
-
-    return hook
-
-
-def test_resumed_run_has_the_lr_schedule_of_an_uninterrupted_one(tmp_path, monkeypatch):
-    (expected,) = in_folders(ranks.run, tmp_path, monkeypatch, rates_with_resume, (1, None, False))
-    monkeypatch.chdir(tmp_path)
-    (error,) = ranks.run(1, rates_with_resume, 70, False)
-    assert "a planned error" in str(error)
-    assert ranks.values(ranks.run(1, rates_with_resume, None, True)) == [expected]
-    assert faults.started_at() == [0, 70]
-    assert len(expected) == 120
-
-
-def open_two_schedules():
-    with session(batch_size=4, max_steps=2, lr_schedule="cosine") as opened:
-        model = plain_model()
-        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with opened.run(state={"scheduler": scheduler}) as run:
-            for _ in run.epochs():
-                for _batch in run.batches(opened.loader(images(24))):
-                    pass
-
-
-def test_two_lr_schedules_are_refused():
-    (error,) = ranks.run(1, open_two_schedules)
-    assert isinstance(error, hpctrain.errors.UsageError)
-    assert "a scheduler of the script's own" in error.found
-
-
-def train_with_endless_loader(options):
-    with session(batch_size=4, **options) as opened:
-        model = plain_model()
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        with opened.run() as run:
-            for _ in run.epochs():
-                for _batch in run.batches(iter([1, 2])):
-                    pass
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr_schedule": "cosine", "epochs": 2},
-        {"lr_warmup_epochs": 1.0, "epochs": 2},
-        {"lr_schedule": "step", "max_steps": 2},
-    ],
-)
-def test_lr_schedule_over_a_loader_without_length_is_refused(options):
-    (error,) = ranks.run(1, train_with_endless_loader, options)
-    assert isinstance(error, hpctrain.errors.UsageError)
-    assert "over a loader without a length" in error.found
-    assert ("--lr-warmup-steps N" in error.fixes) == ("lr_warmup_epochs" in options)
-
-
-def rates_over_a_stream(options):
-    """Return the rate of each step over a loader without a length, and the line in the summary."""
-    with session(batch_size=4, run_dir="run", **options) as opened:
-        model = nn.Linear(1, 1)
-        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        rates, rank = [], opened.world.rank
-        with opened.run() as run:
-            for _ in run.epochs():
-                for points in run.batches(torch.full((4, 1), n + rank / 7) for n in range(9)):
-                    rates.append(optimizer.param_groups[0]["lr"])
-                    opened.step(model(points).mean())
-    return rates, json.loads(RunDirectory("run").summary.read_text())["learning_rate"]
-
-
-@HOROVOD_SLOW
-def test_warmup_steps_and_least_rate_over_a_loader_without_length(run):
-    options = {"lr_warmup_steps": 3, "lr_schedule": "cosine", "lr_min": 0.01, "max_steps": 9}
-    warm = [0.1 * (s + 1) / 3 for s in range(3)]
-    curve = [0.01 + 0.09 * (1 + math.cos(math.pi * s / 6)) / 2 for s in range(6)]
-    for rates, line in ranks.values(run(3, rates_over_a_stream, options)):
-        assert rates == pytest.approx(warm + curve, rel=1e-12)
-        assert line == "warm-up 3 steps, cosine over 9 steps to 0.01"
-
-
-def test_warmup_steps_need_no_end(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = {"lr_warmup_steps": 4, "epochs": 1}
-    ((rates, _),) = ranks.values(ranks.run(1, rates_over_a_stream, options))
-    assert rates == pytest.approx([0.025, 0.05, 0.075, *[0.1] * 6])
-
-
-def test_least_rate_above_the_rates_is_refused():
-    options = {"lr_schedule": "cosine", "lr_min": 0.5, "max_steps": 9}
-    (error,) = ranks.run(1, rates_over_a_stream, options)
-    assert isinstance(error, hpctrain.errors.UsageError)
-    assert "--lr-min 0.5, and the highest rate of the optimizers is 0.1" in error.found
-    assert error.fixes == ("--lr-min 0.01",)
-
-
-def rates_of_layers(groups, options):
-    """Return the rates of the optimizer's groups in each step, and the logged ones."""
-    with session(batch_size=4, run_dir="run", max_steps=10, log_every=1, **options) as opened:
-        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
-        parts = [{"params": p.parameters(), **g} for p, g in zip(model, groups, strict=True)]
-        model, optimizer = opened.prepare(model, torch.optim.AdamW(parts, lr=0.1))
-        rates = []
-        with opened.run() as run:
-            for _ in run.epochs():
-                for points in run.batches(torch.full((4, 1), float(n)) for n in range(10)):
-                    rates.append([group["lr"] for group in optimizer.param_groups])
-                    loss = model(points).mean()
-                    opened.step(loss)
-                    run.log(loss=loss)
-        return rates, [row["lr"] for row in run.directory.rows() if "loss" in row]
-
-
-def test_layerwise_rates_keep_their_ratio(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = {
-        "lr_scaling": "linear", "lr_reference_batch": 8, "lr_warmup_steps": 4,
-        "lr_schedule": "cosine", "decay": "weights",
-    }  # fmt: skip
-    rates, logged = rates_of_layers([{"lr": 0.001}, {}], options)
-    ratios = [[rate / row[-1] for rate in row] for row in rates]
-    assert ratios == [pytest.approx([0.01, 0.01, 1, 1])] * 10  # a group without decay after each
-    assert rates[0][-1] == pytest.approx(0.05 / 4)
-    assert rates[4][-1] == pytest.approx(0.05)
-    assert logged == pytest.approx([row[-1] for row in rates])
-
-
-def test_least_rate_is_not_above_the_rate_of_any_layer(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = {"lr_schedule": "cosine", "lr_min": 0.01}
-    rates, _ = rates_of_layers([{"lr": 0.001}, {}], options)
-    assert [row[0] for row in rates] == pytest.approx([0.001] * 10)
-    curve = [0.01 + 0.09 * (1 + math.cos(math.pi * s / 10)) / 2 for s in range(10)]
-    assert [row[1] for row in rates] == pytest.approx(curve)
-
-
-def test_factors_of_timm_for_rates_are_refused_with_a_schedule(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(hpctrain.errors.UsageError, match="with lr_scale") as caught:
-        rates_of_layers([{"lr_scale": 0.1}, {}], {"lr_schedule": "cosine"})
-    assert caught.value.code == "HT610"
-    assert 'group["lr"] = args.lr * group.pop("lr_scale")' in caught.value.fixes[0]
-
-
-def decayed_parameters(decay):
-    with session(batch_size=4, decay=decay) as opened:
+def prepared_groups():
+    """Return the settings of an optimizer's groups before and after prepare()."""
+    with session(global_batch=12) as opened:
         model = small_model()
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5)
-        model, optimizer = opened.prepare(model, optimizer)
-        opened.step(sum((p * 0).sum() for p in model.parameters()))
-        return {n: bool((p != before[n]).any()) for n, p in model.named_parameters()}
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": weights, "lr": 0.3}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.05)
+        before = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+        opened.prepare(model, optimizer)
+        return before, [
+            {**group, "params": len(group["params"])} for group in optimizer.param_groups
+        ]
 
 
 @HOROVOD_SLOW
-def test_weight_decay_of_weights_only(run):
-    for names in ranks.values(run(3, decayed_parameters, "weights")):
-        assert [name for name, moved in names.items() if moved] == ["0.weight", "4.weight"]
-    for names in ranks.values(run(3, decayed_parameters, "all")):
-        assert sum(names.values()) > 2
-
-
-def evaluate_averages(decay):
-    with session(batch_size=4, precision="fp64", ema=decay) as opened:
-        model = plain_model()
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
-        expected = [p.detach().clone() for p in model.parameters()]
-        for batch, targets in list(opened.loader(images(240)))[:6]:
-            opened.step(nn.functional.cross_entropy(model(batch), targets))
-            if decay is not None:
-                expected = [
-                    decay * mean + (1 - decay) * p.detach()
-                    for mean, p in zip(expected, model.parameters(), strict=True)
-                ]
-        last = [p.detach().clone() for p in model.parameters()]
-        with opened.averaged_weights():
-            inside = [p.detach().clone() for p in model.parameters()]
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), last, strict=True))
-        return inside, expected, last
-
-
-@HOROVOD_SLOW
-def test_ema_weights_in_an_evaluation(run):
-    for inside, expected, last in ranks.values(run(3, evaluate_averages, 0.75)):
-        for average, expected_average, weight in zip(inside, expected, last, strict=True):
-            assert torch.allclose(average, expected_average, rtol=1e-13, atol=1e-15)
-            assert not torch.equal(average, weight)
-    for inside, _, last in ranks.values(run(1, evaluate_averages, None)):
-        assert all(torch.equal(a, b) for a, b in zip(inside, last, strict=True))
+def test_prepare_leaves_the_rates_and_groups_of_an_optimizer_as_they_are(run):
+    for before, after in ranks.values(run(3, prepared_groups)):
+        assert after == before
 
 
 def formats(channels_last, **options):
@@ -495,49 +274,14 @@ def test_wrapped_loader_shuffles_each_epoch():
     assert len({str(epoch) for epoch in plain}) == 3
 
 
-def save_in_averaged_weights():
-    """Save at a break, and while the model has the averaged weights."""
-    with session(batch_size=4, ema=0.5, run_dir="run", epochs=2) as opened:
-        model = plain_model()
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
-        with opened.run(name="odd") as run:
-            for _ in run.epochs():
-                for number, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
-                    opened.step(nn.functional.cross_entropy(model(batch), targets))
-                    if number == 2:
-                        break
-                with opened.averaged_weights():
-                    averages = [p.detach().clone() for p in model.parameters()]
-                    run.save()
-                    inside = [
-                        torch.equal(*pair)
-                        for pair in zip(model.parameters(), averages, strict=True)
-                    ]
-                break
-        return inside, [p.detach().clone() for p in model.parameters()]
-
-
-def test_checkpoint_taken_inside_averaged_weights_has_the_weights():
-    ((inside, weights),) = ranks.values(ranks.run(1, save_in_averaged_weights))
-    assert all(inside)
-    directory = RunDirectory("run")
-    assert directory.steps() == [3]
-    _, state = load_newest(directory)
-    assert (state["position"]["step"], state["position"]["epoch_step"]) == (3, 3)
-    (model,) = state["model"]
-    assert all(torch.equal(a, b) for a, b in zip(model.values(), weights, strict=True))
-
-
 def misuse_optimizer(how):
-    with session(batch_size=4, decay="weights") as opened:
+    with session(batch_size=4) as opened:
         model = plain_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
         if how == "closure":
             optimizer = torch.optim.LBFGS(model.parameters())
         if how == "unknown parameter":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-        if how == "scheduler":
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         model = opened.prepare(model)
         if how not in ("unprepared", "nothing"):
             optimizer = opened.prepare(optimizer)
@@ -549,7 +293,6 @@ def misuse_optimizer(how):
     ("how", "message"),
     [
         ("unknown parameter", "1 parameters of the SGD are in no prepared model"),
-        ("scheduler", "a scheduler was made before session.prepare()"),
         ("closure", "a LBFGS, which calls a closure"),
         ("unprepared", "an optimizer that was not prepared"),
         ("nothing", "no optimizer was prepared"),

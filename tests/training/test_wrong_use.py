@@ -28,7 +28,6 @@ TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "
 
 
 WRONG = [
-    (["--data", "no-such-set"], {}, ["--data no-such-set", "fashion-mnist", "/usr/share"]),
     (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8", "--global-batch 12"]),
     (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
     ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),

@@ -123,7 +123,7 @@ class DDP(ProcessGroup):
             if count and not model.find_unused_parameters:
                 logger.info(
                     "the loss does not use %s: the ranks look for such parameters in each step "
-                    "from now on, as with --ddp-find-unused-parameters",
+                    "from now on, as with --ddp find-unused-parameters",
                     _shortened(names) if names else "some parameters on another rank",
                 )
                 self._renew(model, find_unused_parameters=True)
@@ -208,7 +208,7 @@ class DDP(ProcessGroup):
             "wait for each other",
             "a loss that depends on every trained parameter; the same layers as in "
             "session.prepare()",
-            "--ddp-find-unused-parameters (for parts that some steps leave out)",
+            "--ddp find-unused-parameters (for parts that some steps leave out)",
             "requires_grad_(False) for parameters that are not trained",
             "--backend horovod",
         )

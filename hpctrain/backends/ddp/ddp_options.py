@@ -35,29 +35,29 @@ def refuse_options(settings: BackendSettings, transport: str) -> None:
     if own["static_graph"] and settings.accumulate > 1:
         raise UsageError(
             "HT311",
-            f"--ddp-static-graph, and {settings.accumulate} micro-batches accumulate",
+            f"--ddp static-graph, and {settings.accumulate} micro-batches accumulate",
             "one of the two: torch learns the graph from the first backward pass, which then has "
             "to exchange its gradients",
-            "leave --ddp-static-graph out",
+            "remove static-graph from --ddp",
             "--accumulate 1",
         )
     if name != "powersgd":
         for option, default in _POWERSGD_DEFAULTS.items():
             if own[option] != default:
-                flag = f"--ddp-{option.replace('_', '-')}"
+                setting = option.replace("_", "-")
                 raise UsageError(
                     "HT311",
-                    f"{flag} {own[option]} with --ddp-compression {name}",
-                    "--ddp-compression powersgd",
-                    "--ddp-compression powersgd",
-                    f"leave {flag} out",
+                    f"--ddp {setting}={own[option]} with compression={name}",
+                    "compression=powersgd",
+                    f"--ddp compression=powersgd,{setting}={own[option]}",
+                    f"remove {setting} from --ddp",
                 )
     if name == "bf16" and not dist.is_nccl_available():
         raise UsageError(
             "HT316",
-            "--ddp-compression bf16, and the installed torch was built without NCCL",
+            "--ddp compression=bf16, and the installed torch was built without NCCL",
             "a torch with NCCL, which torch's bf16 hook needs even with gloo",
-            "--ddp-compression fp16",
+            "--ddp compression=fp16",
         )
     if name == "powersgd":
         _refuse_powersgd(settings, transport)
@@ -68,15 +68,15 @@ def _refuse_powersgd(settings: BackendSettings, transport: str) -> None:
     if own["powersgd_start"] < _FIRST_START:
         raise UsageError(
             "HT311",
-            f"--ddp-powersgd-start {own['powersgd_start']}",
+            f"--ddp powersgd-start={own['powersgd_start']}",
             f"{_FIRST_START} or more steps: before that torch rearranges the gradients, and "
             "PowerSGD remembers what it left out of them",
-            f"--ddp-powersgd-start {_FIRST_START}",
+            f"--ddp compression=powersgd,powersgd-start={_FIRST_START}",
         )
     if settings.loss_scaled:
         raise UsageError(
             "HT313",
-            "--ddp-compression powersgd with a precision in which steps may overflow",
+            "--ddp compression=powersgd with a precision in which steps may overflow",
             "a precision without a loss scale: PowerSGD adds what it left out of a gradient to "
             "the next one, and an overflow would remain in it",
             "--precision bf16",
@@ -84,10 +84,10 @@ def _refuse_powersgd(settings: BackendSettings, transport: str) -> None:
     if transport == "gloo" and own["bucket_mb"] != _BUCKET_MB:
         raise UsageError(
             "HT311",
-            f"--ddp-bucket-mb {own['bucket_mb']:g} with --ddp-compression powersgd over gloo",
+            f"--ddp bucket-mb={own['bucket_mb']:g},compression=powersgd over gloo",
             "one message for all gradients: torch's PowerSGD sends several messages in another "
             "order on each rank, and gloo confuses them",
-            "leave --ddp-bucket-mb out",
+            "remove bucket-mb from --ddp",
         )
 
 
@@ -108,27 +108,27 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UsageError(
                 "HT312",
-                f"--ddp-compression {name}, and {where or 'the model'} has sparse gradients",
+                f"--ddp compression={name}, and {where or 'the model'} has sparse gradients",
                 "dense gradients, as torch compresses no sparse ones",
                 "sparse=False",
-                "--ddp-compression none",
+                "remove compression from --ddp",
             )
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     half = _HALF.get(name)
     if half and not (torch.float32 in kinds and kinds <= {torch.float32, half}):
         raise UsageError(
             "HT312",
-            f"--ddp-compression {name} for gradients in {_names(kinds)}",
+            f"--ddp compression={name} for gradients in {_names(kinds)}",
             "gradients in float32, and no type besides that and the compressed one: float64 would "
             "lose precision, and other types would gain nothing",
-            "--ddp-compression none",
+            "remove compression from --ddp",
         )
     if name == "powersgd" and transport == "gloo" and len(kinds) > 1:
         raise UsageError(
             "HT312",
-            f"--ddp-compression powersgd over gloo for gradients in {_names(kinds)}",
+            f"--ddp compression=powersgd over gloo for gradients in {_names(kinds)}",
             "one type, so that one message has all gradients",
-            "--ddp-compression none",
+            "remove compression from --ddp",
         )
 
 

@@ -60,10 +60,10 @@ class FSDP(ProcessGroup):
             if len(set(counts.values())) > 1:
                 raise UsageError(
                     "HT319",
-                    "--fsdp-hybrid, and "
+                    "--fsdp hybrid, and "
                     + ", ".join(f"{n} rank{'s' * (n > 1)} on {host}" for host, n in counts.items()),
                     "the same number of ranks on each host",
-                    "leave --fsdp-hybrid out",
+                    "remove hybrid from --fsdp",
                 )
             shape = (len(counts), world.world_size // len(counts))
             dimensions = ("replicate", "shard")
@@ -90,9 +90,9 @@ class FSDP(ProcessGroup):
         if settings.own["offload"] and device.type == "cpu":
             raise UsageError(
                 "HT319",
-                "--fsdp-offload on a CPU",
+                "--fsdp offload on a CPU",
                 "a GPU, whose weights wait in the memory of the host",
-                "leave --fsdp-offload out",
+                "remove offload from --fsdp",
             )
 
     def _libraries(self) -> str:
@@ -103,7 +103,7 @@ class FSDP(ProcessGroup):
         """Divide the model in place; all ranks begin with the weights of rank 0.
 
         Raises:
-            UsageError: the model has no block of a class in `--fsdp-blocks`.
+            UsageError: the model has no block of a class in `--fsdp blocks`.
         """
         self._share([*model.parameters(), *model.buffers()])
         empty = on_meta(model)
@@ -135,7 +135,9 @@ class FSDP(ProcessGroup):
             "fsdp gathers the weights of %s at a time%s",
             " or ".join(f"one of {count} {name}" for name, count in counts.items())
             or "the whole model",
-            "" if blocks else ", as no container has several modules of one class (--fsdp-blocks)",
+            ""
+            if blocks
+            else ", as no container has several modules of one class (--fsdp blocks=CLASS)",
         )
         return model
 

@@ -110,9 +110,9 @@ class _Contiguous:
         if tensor.is_sparse:
             raise UsageError(
                 "HT312",
-                "sparse gradients with --horovod-groups",
+                "sparse gradients with --horovod groups",
                 "one of the two: Horovod groups dense tensors only",
-                "leave --horovod-groups out",
+                "remove groups from --horovod",
             )
         return self._compressor.compress(tensor.contiguous())
 

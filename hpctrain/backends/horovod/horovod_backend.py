@@ -96,8 +96,8 @@ class Horovod(Backend):
         if settings.deterministic and settings.own["groups"] is None:
             logger.info(
                 "deterministic: Horovod sends each gradient by itself, which takes longer for many "
-                "small ones; where every parameter has a gradient in every step, --horovod-groups "
-                "1 is bit-equal too"
+                "small ones; where every parameter has a gradient in every step, "
+                "--horovod groups=1 is bit-equal too"
             )
 
     @classmethod

@@ -131,44 +131,44 @@ def refuse_options(settings: BackendSettings, over: str, world: World) -> None:
     """Raise an error for options that do not work together, or that Horovod would ignore."""
     own, size = settings.own, world.world_size
     op, predivide, groups = own["op"], own["gradient_predivide_factor"], own["groups"]
-    divided = f"--horovod-gradient-predivide-factor {predivide:g} with --horovod-"
+    divided = f"--horovod gradient-predivide-factor={predivide:g} with "
     adasum = op == "adasum"
     other = next((n for n in ("groups", "sparse_as_dense") if own[n] not in (None, False)), "")
-    flag = f"--horovod-{other.replace('_', '-')}"
+    setting = other.replace("_", "-")
     _refuse(
         (
             predivide != 1.0 and op != "average",
             "HT311",
-            f"{divided}op {op}",
+            f"{divided}op={op}",
             "an average, of which a part is divided before the sum",
-            "--horovod-op average",
+            "--horovod op=average",
         ),
         (
             predivide != 1.0 and groups is not None,
             "HT311",
-            f"{divided}groups {groups}: Horovod reduces groups without it",
+            f"{divided}groups={groups}: Horovod reduces groups without it",
             "one of the two",
-            "leave --horovod-groups out",
+            "remove groups from --horovod",
         ),
         (
             adasum and other,
             "HT311",
-            f"--horovod-op adasum with {flag}",
+            f"--horovod op=adasum with {setting}",
             "one of the two: Adasum combines the updates of whole tensors",
-            f"leave {flag} out",
+            f"remove {setting} from --horovod",
         ),
         (
             adasum and size & (size - 1),
             "HT314",
-            f"--horovod-op adasum with {size} ranks",
+            f"--horovod op=adasum with {size} ranks",
             "2, 4, 8, … ranks: Adasum goes up a binary tree",
             f"{1 << size.bit_length() - 1} ranks",
-            "--horovod-op average",
+            "--horovod op=average",
         ),
         (
             adasum and settings.loss_scaled,
             "HT313",
-            "--horovod-op adasum with --precision fp16",
+            "--horovod op=adasum with --precision fp16",
             "a precision without a loss scale: each rank takes its step before the updates are "
             "combined, and those of an overflow must not be",
             "--precision bf16",
@@ -176,10 +176,10 @@ def refuse_options(settings: BackendSettings, over: str, world: World) -> None:
         (
             adasum and over != "mpi" and size > 1,
             "HT314",
-            f"--horovod-op adasum over gloo, under {world.launcher}",
+            f"--horovod op=adasum over gloo, under {world.launcher}",
             "MPI, without which Horovod has no Adasum",
             "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
-            "--horovod-op average",
+            "--horovod op=average",
         ),
     )
 

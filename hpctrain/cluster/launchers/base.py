@@ -112,8 +112,9 @@ def host_list(env: Environ, name: str) -> tuple[str, ...]:
     try:
         return tuple(expand(env.get(name, "")))
     except UsageError as error:
-        raise ContradictionError(
-            error.code, f"{name}: {error.found}", error.expected, *error.fixes
+        text = f"{name}: {error.found}"
+        raise ContradictionError.of_text(
+            error.code, text, error.expected, *error.fixes
         ) from None
 
 
@@ -249,9 +250,8 @@ class Launcher:
             return world.derived()
         except ContradictionError as error:
             sources = ", ".join(f"{c.source}={env[c.source]}" for c in claims.values())
-            raise ContradictionError(
-                error.code, f"{error.found}: {sources}", error.expected, *error.fixes
-            ) from None
+            text = f"{error.found}: {sources}"
+            raise error.of_text(error.code, text, error.expected, *error.fixes) from None
 
     def rendezvous_point(self, env: Environ, world: World) -> RendezvousPoint:
         """Return the rendezvous point: the address set by the user, else that of the launcher.

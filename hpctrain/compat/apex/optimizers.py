@@ -1,4 +1,4 @@
-"""apex.optimizers, built on torch's fused optimizers and on hpctrain's LAMB.
+"""apex.optimizers, built on torch's fused optimizers and on a LAMB.
 
 Each function has the arguments and defaults of Apex's class; those behind the learning rate are
 keywords. The optimizer that it returns can also load a state that Apex saved.
@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from hpctrain.compat.apex.lamb import LAMB
 from hpctrain.compat.apex.properties import ANY, refuse
-from hpctrain.optim import LAMB
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
 
@@ -62,7 +62,7 @@ def FusedLAMB(  # noqa: N802
     max_grad_norm: float = 1.0,
     **settings: Any,
 ) -> Optimizer:
-    """Return an hpctrain.optim.LAMB, which clips gradients to the norm `max_grad_norm`.
+    """Return a LAMB, which clips gradients to the norm `max_grad_norm`.
 
     Raises:
         UsageError: `amsgrad` is not False, or `set_grad_none` is not True.

@@ -7,7 +7,7 @@ from hpctrain.jobs.schedulers.base import LOG, LOG_OF_ARRAY, Scheduler
 __all__ = ["LOG", "LOG_OF_ARRAY", "SCHEDULERS", "of"]
 
 # Modules of this package, each with a SCHEDULER. They are imported when they are used.
-SCHEDULERS = ("slurm", "pbs", "lsf", "flux")
+SCHEDULERS = ("slurm", "pbs", "flux")
 
 
 def of(name: str) -> Scheduler:

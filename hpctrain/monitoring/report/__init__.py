@@ -1,14 +1,14 @@
-"""HTML report of runs on one page: curves, times, ranks, starts and options.
+"""HTML report of runs on one page: curves, step times, launches and configuration.
 
 The page needs no script, network or torch, so it can be read in the run directory or sent by mail.
 """
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.errors import UsageError
-from hpctrain.monitoring import drawing
 
 __all__ = ["write"]
 
@@ -21,34 +21,29 @@ def write(paths: Sequence[str], output: str | None = None) -> Path:
         output: file to write (default: report.html, in the run directory if there is only one).
 
     Raises:
-        UsageError: there is no run, a package for drawing is missing, the page cannot be written,
-            or a file that is no report has the name.
+        UsageError: there is no run, matplotlib or jinja2 is missing, the page cannot be written,
+            or a file that is not a report has the name.
     """
-    drawing.need("report", "jinja2", "matplotlib.figure")
-    from hpctrain.monitoring.report import page, run_reader
+    for package in ("jinja2", "matplotlib"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            found, fix = f"{package} cannot be imported: {error}", "pip install 'hpctrain[report]'"
+            raise UsageError("HT651", found, f"{package}, for the report", fix) from None
+    from hpctrain.monitoring.report import page, runs
 
     target = Path(output or (Path(paths[0]) / "report.html" if len(paths) == 1 else "report.html"))
     if target.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(
-            "HT654", f"--output {target}", "a name that ends in .html", f"--output {target}.html"
-        )
-    runs = run_reader.read(paths)
-    if target.exists() and not (target.is_file() and page.MARK.encode() in target.read_bytes()):
-        raise UsageError(
-            "HT654",
-            f"{target} exists and is no report",
-            "a new name, or the name of a report",
-            "--output FILE.html",
-        )
+        wanted = "a name that ends in .html"
+        raise UsageError("HT654", f"--output {target}", wanted, f"--output {target}.html")
+    recorded = runs.read(paths)
     try:
-        # First, because `replace` would create the folder of a misspelt name.
+        # `replace` would create the folder of a misspelt name.
         target.parent.stat()
-        rundir.replace(target, page.render(runs))
+        if target.exists() and not (target.is_file() and page.MARK.encode() in target.read_bytes()):
+            raise FileExistsError(f"{target} exists and is not a report")
+        rundir.replace(target, page.render(recorded))
     except OSError as error:
-        raise UsageError(
-            "HT654",
-            f"the report cannot be written: {error}",
-            "a folder that this user may write to",
-            "--output FILE.html",
-        ) from None
+        found, wanted = f"the report cannot be written: {error}", "a name that can be written"
+        raise UsageError("HT654", found, wanted, "--output FILE.html") from None
     return target

@@ -2,10 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.cluster.texts import listed, ranks_text
+from hpctrain.errors import HpctrainError
 from hpctrain.process.phases import AGREEING, BACKWARD, CLOSED, LOADING, PHASES, UPDATING, WAITING
 
 __all__ = ["Blame", "Sighting", "apart", "describe", "hung", "judge", "place", "suspended"]
@@ -72,23 +73,32 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Judgement on a hang, for the error message.
+    """Diagnosis of a hang, for the error message.
 
     Attributes:
-        ranks: ranks to blame; empty if all ranks wait for each other.
-        code: code of the error.
-        found: what was found, one line.
-        fixes: what the user can do, one line each.
-        limit: time-out in seconds.
-        slowest: longest silence from which it was learnt; None for `--timeout`.
+        ranks: suspected ranks; empty if all ranks wait for each other.
+        key: key of the message.
+        values: values of its placeholders.
+        longer: option or variable that allows more time; empty if more time does not help.
+        limit: timeout in seconds.
+        slowest: longest recent silence from which it was computed; None for `--timeout`.
     """
 
     ranks: tuple[int, ...]
-    code: str
-    found: str
-    fixes: tuple[str, ...]
+    key: str
+    values: Mapping[str, object]
+    longer: str = ""
     limit: float = 0.0
     slowest: float | None = None
+
+    def error(self, limit: str) -> HpctrainError:
+        """Return the error.
+
+        Args:
+            limit: description of the timeout.
+        """
+        longer = [f"{self.longer}, where that may take so long"] if self.longer else []
+        return HpctrainError(self.key, **self.values, limit=limit, longer=longer)
 
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
@@ -125,19 +135,18 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
     absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
     unobserved = _without_observation(missing, absent)
     if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
-        found = _silent(behind) + _kernel(behind) + unobserved
-        return Blame(_ranks(behind), "HT659", found, _LONG)
+        silent = _silent(behind) + _kernel(behind) + unobserved
+        return Blame(_ranks(behind), "HT659.silent", {"silent": silent}, _TIMEOUT)
     if missing:
-        found = f"{_silent(alive)}: they wait{unobserved}"
-        return Blame(tuple(missing), "HT660", found, _NETWORK)
+        values = {"silent": _silent(alive), "unobserved": unobserved}
+        return Blame(tuple(missing), "HT660.unobserved", values)
     if left:
-        found = f"{_silent(alive)}: they wait, and {_names(left)} no longer in the run"
-        return Blame(_ranks(left), "HT661", found, ("do the same number of steps on every rank",))
-    found = f"all {len(alive)} ranks are silent for {_seconds(alive)} s at {place(alive[0])}"
+        return Blame(_ranks(left), "HT661.left", {"silent": _silent(alive), "left": _names(left)})
+    values = {"number": len(alive), "seconds": _seconds(alive), "place": place(alive[0])}
+    values["kernel"] = _kernel(alive)
     if waits:
-        found += ": they wait for each other"
-    code, fixes = ("HT660", _NETWORK) if waits else ("HT659", _LONG)
-    return Blame((), code, found + _kernel(alive), fixes)
+        return Blame((), "HT660.all-wait", values)
+    return Blame((), "HT659.all-silent", values, _TIMEOUT)
 
 
 def _unlike_the_others(alive: Sequence[Sighting]) -> list[Sighting]:
@@ -187,35 +196,21 @@ def hung(
         waits = not named and sighting.phase in _EXCHANGES
         if sighting.still != "idle" and not (waits and sighting.still):
             return None
-    fixes = (
-        *(fix for fix in blame.fixes if fix not in _LONG[1:]),
-        "export HPCTRAIN_LEAST_TIMEOUT=SECONDS, where that may take so long",
-    )
-    return replace(blame, fixes=fixes, limit=longest.limit, slowest=longest.slowest)
+    longer = "export HPCTRAIN_LEAST_TIMEOUT=SECONDS"
+    return replace(blame, longer=longer, limit=longest.limit, slowest=longest.slowest)
 
 
 def _gone(gone: Sequence[Sighting], alive: Sequence[Sighting]) -> Blame:
     silence = max((sighting.silence for sighting in alive), default=0.0)
-    return Blame(
-        _ranks(gone),
-        "HT657",
-        f"{_names(gone)} gone, last seen at {place(gone[0])}; the others are silent for "
-        f"{silence:.0f} s",
-        ("look at the end of its log in logs/ and at the system log: out of memory, a kill",),
-    )
+    values = {"gone": _names(gone), "place": place(gone[0]), "silence": silence}
+    return Blame(_ranks(gone), "HT657.gone", values)
 
 
 def _stopped(stopped: Sequence[Sighting]) -> Blame:
     pids = " ".join(str(sighting.pid) for sighting in stopped[:_MOST_NAMED])
-    return Blame(
-        _ranks(stopped),
-        "HT658",
-        f"{_silent(stopped)}: process {pids} {STATES[stopped[0].state]} (state {stopped[0].state})",
-        (
-            "find what stopped it: a debugger, Ctrl-Z or kill -STOP",
-            "the next time, before the time-out: kill -CONT PROCESS",
-        ),
-    )
+    state = stopped[0].state
+    values = {"silent": _silent(stopped), "pids": pids, "is": STATES[state], "state": state}
+    return Blame(_ranks(stopped), "HT658.stopped", values)
 
 
 def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
@@ -237,29 +232,15 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
         return None
     if max(sighting.step for sighting in others) > min(sighting.step for sighting in training):
         return None
-    found = "; ".join(
+    places = "; ".join(
         f"{ranks_text(_ranks(group))} {'is' if len(group) == 1 else 'are'} at {place(group[0])}"
         for group in (training, others)
     )
-    return Blame(
-        _ranks(others if len(others) < len(training) else training),
-        "HT661",
-        f"the ranks wait for each other at two places: {found}",
-        (
-            "give all ranks the same number of batches; break, save, log and evaluate on all of "
-            "them, not under `if session.is_main`",
-        ),
-    )
+    suspects = others if len(others) < len(training) else training
+    return Blame(_ranks(suspects), "HT661.apart", {"places": places})
 
 
-_LONG = (
-    "look at the stack, which shows the place",
-    "--timeout SECONDS, where that may take so long",
-)
-_NETWORK = (
-    "look at the stacks, which show the place",
-    "look at the network between the hosts: hpctrain doctor",
-)
+_TIMEOUT = "--timeout SECONDS"
 
 
 def place(sighting: Sighting) -> str:

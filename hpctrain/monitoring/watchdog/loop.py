@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain import rundir
-from hpctrain.errors import HpctrainError, exit_codes
+from hpctrain.errors import exit_codes
 from hpctrain.monitoring.watchdog import shared_memory
 from hpctrain.monitoring.watchdog.blame import (
     Blame,
@@ -177,8 +177,7 @@ class Watch:
 
     def _end(self, blame: Blame, sightings: Sequence[Sighting]) -> None:
         """Publish and report the judgement, then kill the ranks."""
-        expected = f"a heartbeat from every rank; {self._limit(blame)}"
-        error = HpctrainError(blame.code, blame.found, expected, *blame.fixes)
+        error = blame.error(self._limit(blame))
         judgement, end = str(error), time.monotonic()
         if not self._alone():
             judgement = self._files(partial(self._exchange.settle, judgement)) or judgement

@@ -49,7 +49,6 @@ HEADS = {
     "tokens_per_s": "tokens/s",
     "ratio": "× base",
     "whole_s": "s until on the disk",
-    "gb_per_s": "GB/s",
     "tflops": "TFLOP/s",
     "busbw": "busbw GB/s",
     "images_per_s_of_a_rank": "of the slowest rank",

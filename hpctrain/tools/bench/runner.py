@@ -13,24 +13,19 @@ import torch
 
 from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.tools.bench import allreduce, checkpoint, input, step
+from hpctrain.tools.bench import allreduce, step
 from hpctrain.tools.bench.measure import Results, facts, rows, table
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
 __all__ = ["execute", "show"]
 
-# Timeout of the session in seconds. In `bench checkpoint`, the other ranks wait for rank 0, which
-# writes a state of any size to a disk of any speed.
-_TIMEOUT, _TIMEOUT_OF_CHECKPOINT = 300.0, 3600.0
-
+_TIMEOUT = 300.0  # of the session, in seconds
 
 # Measure, and return the results at rank 0; all ranks must call this together.
 _MEASUREMENTS: dict[str, Callable[[Session, argparse.Namespace], Results]] = {
     "step": step.measure,
     "allreduce": allreduce.measure,
-    "input": input.measure,
-    "checkpoint": checkpoint.measure,
 }
 
 
@@ -68,14 +63,13 @@ def _open(arguments: argparse.Namespace) -> Session:
     given = vars(arguments)
     names = ("backend", "precision", "compile", "batch_size", "start_timeout")
     options = {name: given[name] for name in names if given.get(name) is not None}
-    size, workers = 1, "auto" if arguments.what == "input" else 0
-    timeout = _TIMEOUT_OF_CHECKPOINT if arguments.what == "checkpoint" else _TIMEOUT
+    size = 1
     if arguments.what == "step":
         # In half precision, ResNet-50 with 128 samples fills a GPU of 16 GB and keeps larger GPUs
         # busy. Do not use torch here: it would look for GPUs before the Session chooses one.
         shown = visible_gpus.visible(os.environ)
         size = 128 if visible_gpus.here() and (shown is None or shown.names) else 32
-    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": timeout}
+    defaults = {"precision": "fp32", "batch_size": size, "workers": 0, "timeout": _TIMEOUT}
     return Session(**{**defaults, **options})
 
 
@@ -83,7 +77,7 @@ def _about(session: Session) -> dict[str, Any]:
     """Return the facts that the figures depend on."""
     on_gpu = session.device.type == "cuda"
     return {
-        **facts(["hpctrain", "torch", "torchvision", "horovod", "simplejpeg"]),
+        **facts(["hpctrain", "torch", "torchvision", "horovod"]),
         "device": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
         "threads": torch.get_num_threads(),
         "backend": session.backend.name,

@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: checks of this machine and of the ranks of a start.
+"""`hpctrain doctor`: checks of this machine and of the ranks of a launch.
 
 The checks also work where torch is missing or broken. Each rank checks its own machine, sends its
 warnings and problems to the others at the rendezvous, and computes test sums with them. Rank 0
@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from hpctrain.cluster import launchers
 from hpctrain.process import logging
 from hpctrain.tools.doctor import machine, ranks, storage
-from hpctrain.tools.doctor.findings import worst_last
 from hpctrain.tools.doctor.report import Report
 
 __all__ = ["examine"]
@@ -23,7 +22,7 @@ def examine(run: str | None, start_timeout: float, as_json: bool) -> int:
     Args:
         run: run directory from the command line; None for the default.
         start_timeout: seconds to wait for all ranks.
-        as_json: whether to print one JSON object in place of text.
+        as_json: whether to print one JSON object instead of text.
 
     Returns:
         1 where rank 0 reports a problem; the error's code where the rendezvous fails; else 0.
@@ -36,11 +35,11 @@ def examine(run: str | None, start_timeout: float, as_json: bool) -> int:
     logging.setup_logging(start.world.rank)
     if start.stray:
         raise start.stray
-    directory = storage.run(run, os.environ)
+    directory = storage.run_directory(run, os.environ)
     with ExitStack() as undo:
         own = machine.examine(start, directory, os.environ, undo)
         report = Report(own.facts, start.world, as_json)
         if start.world.world_size > 1:
             return ranks.examine(report, own, start, directory, start_timeout)
-        report.machines(worst_last(own.findings))
+        report.machines(own.findings)
         return report.end()

@@ -42,8 +42,9 @@ def train(dataset, orders, lr=5e-3, layer_decay=0.75, ema=0.9):
         return (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for indices in (indices for order in orders for indices in order):
+    averages = {}
+    steps = [indices for order in orders for indices in order]
+    for indices in steps:
         samples = [dataset[index] for index in indices]
         images = torch.stack([image for image, _ in samples]).double()
         targets = torch.tensor([int(target) for _, target in samples])
@@ -52,5 +53,6 @@ def train(dataset, orders, lr=5e-3, layer_decay=0.75, ema=0.9):
         optimizer.step()
         schedule.step()
         for name, parameter in model.named_parameters():
-            averages[name].lerp_(parameter.detach(), 1 - ema)
-    return model.state_dict() | {f"average of {name}": value for name, value in averages.items()}
+            average = averages.setdefault(f"module.{name}", parameter.detach().clone())
+            average.lerp_(parameter.detach(), 1 - ema)
+    return model.state_dict() | averages | {"n_averaged": torch.tensor(len(steps))}

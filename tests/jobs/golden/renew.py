@@ -55,13 +55,6 @@ ANYWHERE = JobSpec(
 )  # fmt: skip
 MORE_OF_OTHERS: Mapping[str, Mapping[str, Any]] = {
     "pbs": {"memory": "64G", "array": "0-10:2", "throttle": 2, "run_dir": ""},
-    "lsf": {
-        "memory": "64G",
-        "array": "1-6,9",
-        "throttle": 2,
-        "output": "logs/%x-%j.log",
-        "run_dir": "",
-    },
     "flux": {},
 }
 # Checked by shellcheck and lint only: their parts are in a golden file, or bash runs them in

@@ -36,7 +36,7 @@ def collate(batch):
 
 
 args = hpctrain.options().parse_args()
-with hpctrain.Session(args, accumulate=2, lr_schedule="polynomial", lr_power=1) as session:
+with hpctrain.Session(args, accumulate=2) as session:
     train_loader = DataLoader(list(texts(192, 1)), batch_size=4, collate_fn=collate)
     eval_loader = DataLoader(list(texts(50, 2)), batch_size=8, collate_fn=collate)
     model = Classifier()
@@ -44,8 +44,10 @@ with hpctrain.Session(args, accumulate=2, lr_schedule="polynomial", lr_power=1) 
     model, optimizer, train_loader, eval_loader = session.prepare(
         model, optimizer, train_loader, eval_loader
     )
+    steps = 2 * (len(train_loader) // 2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0))
 
-    with session.run() as run:
+    with session.run(state={"schedule": schedule}) as run:
         for _ in run.epochs(2):
             model.train()
             for batch in run.batches(train_loader):
@@ -54,6 +56,8 @@ with hpctrain.Session(args, accumulate=2, lr_schedule="polynomial", lr_power=1) 
                 session.backward(loss)
                 session.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
+                if session.sync_gradients:
+                    schedule.step()
                 optimizer.zero_grad()
                 run.log(loss=loss)
             model.eval()

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class WeightedSampler(Sampler):
@@ -28,7 +28,7 @@ class WeightedSampler(Sampler):
 
 args = hpctrain.options().parse_args()
 with hpctrain.Session(args) as session:
-    train_set, _ = load("digits")
+    train_set, _ = digits()
     labels = torch.tensor([label for _, label in train_set])
     weights = 1 / labels.bincount()[labels]
     sampler = WeightedSampler(weights, 192)

@@ -6,11 +6,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 args = hpctrain.options().parse_args()
 with hpctrain.Session(args, accumulate=2) as session:
-    train_set, test_set = load("digits")
+    train_set, test_set = digits()
     train_loader = DataLoader(Subset(train_set, range(192)), batch_size=8)
     test_loader = DataLoader(Subset(test_set, range(96)), batch_size=16)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))

@@ -6,11 +6,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 args = hpctrain.options().parse_args()
 with hpctrain.Session(args) as session:
-    train_set, _ = load("digits")
+    train_set, _ = digits()
     train_set = Subset(train_set, range(192))
     loader = DataLoader(train_set, batch_size=8)
     generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64), nn.Tanh())

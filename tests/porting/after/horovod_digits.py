@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class Net(nn.Module):
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 args = hpctrain.options().parse_args()
 with hpctrain.Session(args, seed=42) as session:
-    train_set, test_set = load("digits")
+    train_set, test_set = digits()
     train_set = Subset(train_set, range(192))
     train_loader = DataLoader(train_set, batch_size=8)
     test_loader = DataLoader(test_set, batch_size=64)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 def contrastive_loss(first, second, first_row):
@@ -17,7 +17,7 @@ def contrastive_loss(first, second, first_row):
 
 args = hpctrain.options().parse_args()
 with hpctrain.Session(args) as session:
-    train_set, _ = load("digits")
+    train_set, _ = digits()
     train_set = Subset(train_set, range(192))
     loader = DataLoader(train_set, batch_size=8)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))

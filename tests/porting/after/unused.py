@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hpctrain
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class TwoHeads(nn.Module):
@@ -21,7 +21,7 @@ class TwoHeads(nn.Module):
 
 args = hpctrain.options().parse_args()
 with hpctrain.Session(args) as session:
-    train_set, _ = load("digits")
+    train_set, _ = digits()
     order = torch.arange(192).view(24, 8)  # a batch of digits, then one of odd and even, and so on
     loader = DataLoader(train_set, batch_sampler=order.tolist())
     model = TwoHeads()

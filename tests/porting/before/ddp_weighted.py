@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class WeightedSampler(Sampler):
@@ -35,7 +35,7 @@ dist.init_process_group("nccl" if cuda else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 torch.manual_seed(0)
-train_set, _ = load("digits")
+train_set, _ = digits()
 labels = torch.tensor([label for _, label in train_set])
 weights = 1 / labels.bincount()[labels]
 sampler = WeightedSampler(weights, 192, rank, world_size)

@@ -9,13 +9,13 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from hpctrain.data import load
+from hpctrain.data import digits
 
 devices = int(os.environ.get("WORLD_SIZE", "1"))
 fabric = Fabric(accelerator="auto", devices=devices, strategy="ddp")
 fabric.launch()
 fabric.seed_everything(0)
-train_set, test_set = load("digits")
+train_set, test_set = digits()
 train_loader = DataLoader(Subset(train_set, range(192)), batch_size=8)
 test_loader = DataLoader(Subset(test_set, range(96)), batch_size=16)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))

@@ -7,13 +7,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from hpctrain.data import load
+from hpctrain.data import digits
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank = dist.get_rank()
 device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 torch.manual_seed(0)
-train_set, _ = load("digits")
+train_set, _ = digits()
 train_set = Subset(train_set, range(192))
 sampler = DistributedSampler(train_set, shuffle=False)
 loader = DataLoader(train_set, batch_size=8, sampler=sampler)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from hpctrain.data import load
+from hpctrain.data import digits
 
 hvd.init()
 torch.manual_seed(42)
@@ -14,7 +14,7 @@ device = torch.device("cpu")
 if torch.cuda.is_available():
     torch.cuda.set_device(hvd.local_rank())
     device = torch.device("cuda", hvd.local_rank())
-train_set, test_set = load("digits")
+train_set, test_set = digits()
 train_set = Subset(train_set, range(192))
 train_sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), shuffle=False)
 train_loader = DataLoader(train_set, batch_size=8, sampler=train_sampler)

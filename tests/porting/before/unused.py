@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from hpctrain.data import load
+from hpctrain.data import digits
 
 
 class TwoHeads(nn.Module):
@@ -24,7 +24,7 @@ dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank = dist.get_rank()
 device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 torch.manual_seed(0)
-train_set, _ = load("digits")
+train_set, _ = digits()
 order = torch.arange(192).view(24, 8)  # a batch of digits, then one of odd and even, and so on
 loader = DataLoader(train_set, batch_sampler=order[rank :: dist.get_world_size()].tolist())
 model = DistributedDataParallel(TwoHeads().to(device), find_unused_parameters=True)

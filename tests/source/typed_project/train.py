@@ -7,10 +7,10 @@ from typing import assert_type
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
-from hpctrain.optim import EMA
 
 Sample = tuple[Tensor, Tensor]
 
@@ -41,7 +41,9 @@ class Net(nn.Module):
 
 def train(args: argparse.Namespace) -> float:
     """Train, and return the share of right answers."""
-    with hpctrain.Session(args, backend="auto") as session:
+    with hpctrain.Session(
+        args, backend="auto", run_dir=Path("runs"), ddp={"bucket_mb": 50}, fsdp="hybrid"
+    ) as session:
         model = session.prepare(Net())
         optimizer, loader = session.prepare(
             SGD(model.parameters(), lr=0.1), DataLoader(Points(), batch_size=4, shuffle=True)
@@ -51,7 +53,7 @@ def train(args: argparse.Namespace) -> float:
         assert_type(loader, DataLoader[Sample])
         found = session.prepare(model, optimizer, loader, split_batches=True)
         assert_type(found, tuple[Net, SGD, DataLoader[Sample]])
-        with session.run(state={"average": EMA([model], 0.9)}) as run:
+        with session.run(state={"schedule": StepLR(optimizer, 2)}) as run:
             for epoch in run.epochs(2):
                 for inputs, targets in run.batches(loader):
                     with session.autocast():
@@ -79,7 +81,7 @@ def lengths(name: str, count: int) -> list[int]:
 
 def start() -> None:
     """Start ranks here, and a job."""
-    parser = hpctrain.options(recipe=True, description="points")
+    parser = hpctrain.options(description="points")
     parser.add_argument("--width", type=int, default=4)
     assert_type(hpctrain.detect().world_size, int)
     assert_type(hpctrain.spawn(lengths, 2, ("a", 2)), list[list[int]])
@@ -96,6 +98,9 @@ def start() -> None:
 
 def mistakes(session: hpctrain.Session, run: hpctrain.Run) -> None:
     """Make mistakes, each of which mypy has to find: an ignore without an error is one itself."""
+    hpctrain.Session(precison="bf16")  # type: ignore[call-arg]
+    hpctrain.Session(epochs="two")  # type: ignore[arg-type]
+    hpctrain.Session(ddp={"bukcet_mb": 50})  # type: ignore[arg-type]
     session.step(0.5)  # type: ignore[arg-type]
     session.prepare("model")  # type: ignore[call-overload]
     session.prepare(Net()).penalty(1)  # type: ignore[call-arg]

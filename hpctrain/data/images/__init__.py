@@ -1,1 +1,0 @@
-"""Images on disk: decoding, cropping, and normalization on the device."""
