@@ -115,10 +115,12 @@ def load(args):
         val = ImageFolder(folder / "val", v2.Compose(centre))
     except OSError as error:
         expected = f"{folder}/train/CLASS/*.jpg, and the same with val"
-        raise UsageError("HT001", f"--data {args.data}: {error}", expected, "--data PATH") from None
+        raise UsageError.of_text(
+            "HT001", f"--data {args.data}: {error}", expected, "--data PATH"
+        ) from None
     if train.classes != val.classes:
         one = min(set(train.classes) ^ set(val.classes))
-        raise UsageError("HT001", f"only one split has the class {one}", "the same in both")
+        raise UsageError.of_text("HT001", f"only one split has the class {one}", "the same in both")
     return skipping(train, args.train_crop, args), skipping(val, args.val_crop, args), train.classes
 
 
@@ -139,7 +141,7 @@ def build(name, classes):
     names = models.list_models(module=models)
     if name not in names:
         near = difflib.get_close_matches(name, names, 1) or ["resnet50"]
-        raise UsageError(
+        raise UsageError.of_text(
             "HT001",
             f"--model {name}",
             f"one of torchvision's: {', '.join(names)}",
@@ -214,7 +216,7 @@ def evaluate(session, model, loader, classes):
 def check(args, split, unreadable):
     """Check the sum over all ranks after an epoch: a rank counts only its own images."""
     if unreadable > args.max_unreadable:
-        raise DataError(
+        raise DataError.of_text(
             "HT001",
             f"{unreadable} images of {args.data}/{split} cannot be read; each has a warning",
             f"at most {args.max_unreadable} such files",

@@ -31,24 +31,19 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
     """
     total, size, times = opts.global_batch, opts.batch_size, opts.accumulate
     if total is None and opts.elastic:
-        raise UsageError(
-            "HT504",
-            "--elastic without --global-batch",
-            "a global batch that does not follow the number of ranks",
-            "--global-batch N (one that all numbers of ranks that may be left divide)",
-        )
+        raise UsageError("HT504.elastic-without-global")
     if total is None:
         size, times = size or DEFAULT_BATCH_SIZE, times or 1
         return Batches(size * times * world_size, size, times)
     unit = world_size * (size or 1) * (times or 1)
     if size and times and unit != total:
         raise UsageError(
-            "HT505",
-            f"--global-batch {total}, but {world_size} ranks × --batch-size {size} × "
-            f"--accumulate {times} = {unit}",
-            "global batch = batch size × accumulate × ranks",
-            f"--global-batch {unit}",
-            "leave one of the three out",
+            "HT505.global-batch-but",
+            total=total,
+            world_size=world_size,
+            size=size,
+            times=times,
+            unit=unit,
         )
     parts, rest = divmod(total, unit)
     if rest:
@@ -56,10 +51,12 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
         if times:
             factor = f" × {times} accumulated"
         raise UsageError(
-            "HT505",
-            f"--global-batch {total} cannot be cut into equal parts for {world_size} ranks{factor}",
-            f"a multiple of {unit}",
-            f"--global-batch {parts * unit}" if parts else "",
-            f"--global-batch {(parts + 1) * unit}",
+            "HT505.global-batch-cannot",
+            total=total,
+            world_size=world_size,
+            factor=factor,
+            unit=unit,
+            detail=f"--global-batch {parts * unit}" if parts else "",
+            parts=(parts + 1) * unit,
         )
     return Batches(total, size or parts, times or (parts if size else 1))

@@ -117,7 +117,7 @@ class Group:
         except _SettingError as wrong:
             near = f"--{self.name} {wrong.near}" if wrong.near else ""
             found = f"--{self.name} {wrong.found}"
-            raise UsageError("HT501", found, wrong.expected, near) from None
+            raise UsageError("HT501.text", found=found, wrong=wrong, near=near) from None
 
     def values(self, text: str | None) -> dict[str, Any]:
         """Return the values of all settings by name, for a text that `text` returned."""

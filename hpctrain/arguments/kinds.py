@@ -104,8 +104,10 @@ def check(field: Any, value: Any) -> None:
     found = f"{name}{'' if name.endswith('=') else ' '}"
     if choices:
         near = nearest(str(value), choices) or choices[0]
-        raise UsageError("HT501", f"{found}{value}", expected, f"{name} {near}")
-    raise UsageError("HT501", f"{found}{value!r}", expected)
+        raise UsageError(
+            "HT501.check-2", found=found, value=value, expected=expected, name=name, near=near
+        )
+    raise UsageError("HT501.check", found=found, value=value, expected=expected)
 
 
 def expected_instead(field: Any, value: Any) -> str:

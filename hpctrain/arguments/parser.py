@@ -68,25 +68,13 @@ class Parser(argparse.ArgumentParser):
             self._refuse_second(next(flag for flag in flags if flag in self._option_string_actions))
 
     def _refuse_second(self, flag: str) -> NoReturn:
-        self._exit_with(
-            "HT502",
-            f"parser.add_argument({flag!r}), but hpctrain.options() has this option",
-            "each option once",
-            "remove your option",
-            f"parser.set_defaults({self._option_string_actions[flag].dest}=…) for another default",
-            'hpctrain.options(conflict_handler="resolve") (your option replaces it)',
-        )
+        name = self._option_string_actions[flag].dest
+        self._exit_with(UsageError("HT502.option-twice", flag=flag, name=name))
 
     def _refuse_default(self, name: str, value: Any) -> NoReturn:
-        self._exit_with(
-            "HT501",
-            f"parser.set_defaults({name}={value!r})",
-            f"a keyword of the Session, as {name} is no option of the command line",
-            f"hpctrain.Session(args, {name}={value!r})",
-        )
+        self._exit_with(UsageError("HT501.default-of-keyword", name=name, value=value))
 
-    def _exit_with(self, *message: str) -> NoReturn:
-        error = UsageError(*message)
+    def _exit_with(self, error: UsageError) -> NoReturn:
         self.exit(error.exit_code, f"hpctrain: error: {error}\n")
 
     def error(self, message: str) -> NoReturn:
@@ -101,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         """Return the error for a wrong command line."""
         meant = option_meant(message, self._option_string_actions)
         hint = f"; did you mean {meant}?" if meant else ""
-        return UsageError("HT523", message + hint, "", f"{self.prog} --help (lists all options)")
+        return UsageError("HT523.refusal", message=message, hint=hint, prog=self.prog)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

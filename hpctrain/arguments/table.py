@@ -34,13 +34,7 @@ def named(given: Given) -> MutableMapping[str, Any]:
         return vars(given)
     if given is None or isinstance(given, MutableMapping):
         return {} if given is None else given
-    raise UsageError(
-        "HT501",
-        f"hpctrain.Session() with a {type(given).__name__}",
-        "the command line that hpctrain.options() has parsed, a dict of options, or keywords",
-        "hpctrain.Session(hpctrain.options().parse_args())",
-        "hpctrain.Session(epochs=…, batch_size=…)",
-    )
+    raise UsageError("HT501.hpctrain-session", kind=type(given).__name__)
 
 
 def names_of(given: Given) -> Set[str]:
@@ -60,10 +54,11 @@ def foreign_names(given: Given) -> list[str]:
 def _unknown(name: str, known: Collection[str], where: str) -> UsageError:
     near = nearest(name, known)
     return UsageError(
-        "HT501",
-        f"{name}={where} is no option of a Session",
-        f"one of {', '.join(known)}",
-        f"{near}=…" if near else "",
+        "HT501.option-session",
+        name=name,
+        where=where,
+        known=", ".join(known),
+        detail=f"{near}=…" if near else "",
     )
 
 
@@ -286,12 +281,11 @@ class Options:
             settings = getattr(self, other)
             if settings and other != family:
                 raise UsageError(
-                    "HT503",
-                    f"--{other} {settings} with --backend {self.backend}"
-                    + (f", which is {name} here" if self.backend == "auto" else ""),
-                    f"--backend {other}",
-                    f"--backend {other}",
-                    f"remove --{other}",
+                    "HT503.backend",
+                    other=other,
+                    settings=settings,
+                    backend=self.backend,
+                    detail=f", which is {name} here" if self.backend == "auto" else "",
                 )
         return self.settings(family) if family in GROUPS else {}
 

@@ -63,13 +63,7 @@ def choose(name: str, world_size: int) -> str:
     if name == "auto":
         return "single" if world_size == 1 else "ddp"
     if name == "single" and world_size > 1:
-        raise ContradictionError(
-            "HT301",
-            f"--backend single in a world of {world_size} ranks",
-            "a backend for several ranks",
-            "--backend ddp",
-            "start one process",
-        )
+        raise ContradictionError("HT301.backend-single-world", world_size=world_size)
     return name
 
 
@@ -122,12 +116,11 @@ def open_backend(
         )
         backend.close(found)
         raise ContradictionError(
-            "HT303",
-            found,
-            f"the same in both: either {world.launcher} was misread, or {name} was started by "
-            "something else",
-            "hpctrain explain (it shows the variable of each number)",
-            *backend.mismatch_fixes,
+            "HT303.same-both-either",
+            found=found,
+            world=world,
+            name=name,
+            fixes=backend.mismatch_fixes,
         )
     return backend
 

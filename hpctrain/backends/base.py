@@ -77,11 +77,10 @@ def missing_error(
     """Return the error that names the ranks that were lost after the rendezvous."""
     was = "were" if len(missing) > 1 else "was"
     return RankMissingError(
-        "HT305",
-        f"{ranks_text(missing, rendezvous.roster.host_names)} took part in the rendezvous and "
-        f"{was} lost before the ranks were connected, within {timeout:.0f} s",
-        "all ranks until the start is complete",
-        "look for the first error there, and whether the host can be reached",
+        "HT305.took-part-rendezvous",
+        ranks_text=ranks_text(missing, rendezvous.roster.host_names),
+        was=was,
+        timeout=timeout,
     )
 
 

@@ -36,11 +36,11 @@ def find_blocks(model: nn.Module, names: str | None) -> list[nn.Module]:
     if missing or not wanted:
         own = sorted(there - {kind.__name__ for kind in _CONTAINERS} - {type(model).__name__})
         raise UsageError(
-            "HT319",
-            f"--fsdp blocks={names}, and the {type(model).__name__} has no "
-            f"{missing[0] if missing else 'such module'}",
-            f"classes of its modules, such as {', '.join(own[:_SHOWN])}",
-            "remove blocks from --fsdp",
+            "HT319.fsdp-blocks",
+            names=names,
+            kind=type(model).__name__,
+            detail=missing[0] if missing else "such module",
+            own=", ".join(own[:_SHOWN]),
         )
     return [module for module in model.modules() if type(module).__name__ in wanted]
 

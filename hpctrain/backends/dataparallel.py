@@ -39,20 +39,9 @@ class DataParallel(Single):
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check that the world is one process that has a GPU."""
         if world.world_size > 1:
-            raise UsageError(
-                "HT301",
-                f"--backend dataparallel in a world of {world.world_size} ranks",
-                "one process: dataparallel is one process for all GPUs",
-                "--backend ddp",
-                "start one process",
-            )
+            raise UsageError("HT301.backend-dataparallel-world", world=world)
         if device.type != "cuda":
-            raise UsageError(
-                "HT301",
-                "--backend dataparallel, and torch sees no GPU",
-                "a GPU, or better several",
-                "--backend single",
-            )
+            raise UsageError("HT301.backend-dataparallel-torch")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model wrapped in DataParallel, over all GPUs."""

@@ -76,13 +76,10 @@ class Unfilled:
         if self._names:
             more, kind = len(self._names) - 1, type(self._model).__name__.removeprefix("FSDP")
             raise UsageError(
-                "HT624",
-                f"{self._names[0]}{f' and {more} more tensors' * (more > 0)} of the "
-                f"{kind}, which was made on the meta device, have no values",
-                "values for all of them, before the run and the first forward pass",
-                "session.load_weights(model, FILE), after model = session.prepare(model)",
-                "--resume, if the run directory has a checkpoint",
-                "the model on the CPU",
+                "HT624.made-meta-device",
+                names=self._names[0],
+                text=f" and {more} more tensors" * (more > 0),
+                kind=kind,
             )
 
 

@@ -251,9 +251,5 @@ def _shared(snapshot: Snapshot) -> list[Any]:
 
 def _without(folder: Path, ranks: Sequence[int], what: str) -> CheckpointError:
     return CheckpointError(
-        "HT705",
-        f"the checkpoint in {folder} is not complete: {ranks_text(ranks)} {what}",
-        "a part of each rank, in a folder that all hosts share",
-        f"df -h {folder.parent}, on the host of that rank",
-        "--run-dir DIR, on a file system that all hosts share",
+        "HT705.checkpoint-complete", folder=folder, ranks_text=ranks_text(ranks), what=what
     )

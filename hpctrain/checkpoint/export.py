@@ -70,12 +70,7 @@ def export(
     import_safetensors()
     one = target.suffix == SUFFIX
     if not one and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(
-            "HT712",
-            f"{target} exists already",
-            f"a name that ends in {SUFFIX}, or a new folder for several files",
-            f"rm -r {target}",
-        )
+        raise UsageError("HT712.exists-already", target=target)
     step, opened = _find(directory, step, best)
     weights, others = _named(opened.state)
     run = directory.read(directory.identity) or {}
@@ -96,12 +91,7 @@ def export(
     except CheckpointError:
         raise
     except Exception as error:  # safetensors has its own error type
-        raise UsageError(
-            "HT712",
-            f"{target} could not be written: {error}",
-            "a file in a folder with room, and dense tensors",
-            f"df -h {target.parent}",
-        ) from None
+        raise UsageError("HT712.could-written", target=target, error=error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
@@ -120,12 +110,7 @@ def import_safetensors(found: str = "") -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
-        raise UsageError(
-            "HT711",
-            f"{found}safetensors cannot be imported ({error})",
-            "the package safetensors",
-            "python -m pip install safetensors",
-        ) from None
+        raise UsageError("HT711.safetensors-cannot-imported", found=found, error=error) from None
 
 
 def _write(
@@ -209,30 +194,19 @@ def _find(directory: RunDirectory, step: int | None, best: str | None) -> tuple[
     if best is not None:
         step = best_of(directory, best)
         if step is None:
-            raise CheckpointError(
-                "HT709",
-                f"no checkpoint in {directory.checkpoints} has a number for {best!r}",
-                "the name of a metric that the checkpoints contain",
-                "--step N",
-                "a run with --keep-best NAME",
-            )
+            raise CheckpointError("HT709.checkpoint-number", directory=directory, best=best)
     if step is not None:
         if step not in found:
             raise CheckpointError(
-                "HT709",
-                f"no checkpoint of step {step} in {directory.checkpoints}",
-                "one of " + (", ".join(map(str, found)) or "none"),
-                "--step N",
+                "HT709.checkpoint-step",
+                step=step,
+                directory=directory,
+                map=", ".join(map(str, found)) or "none",
             )
         return step, open_checkpoint(found[step], step, parts)
     newest = open_newest(directory, parts)
     if newest is None:
-        raise CheckpointError(
-            "HT709",
-            f"no complete checkpoint in {directory.checkpoints}",
-            "the directory of a run that has saved a checkpoint",
-            f"ls {directory.path}",
-        )
+        raise CheckpointError("HT709.complete-checkpoint", directory=directory)
     return newest
 
 

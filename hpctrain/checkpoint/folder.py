@@ -145,9 +145,7 @@ class Folder:
         manifest["sha256"] = digest(manifest)
         text = _lines(manifest) + "\n"  # one line for each file and tensor
         if mistake := mistake_in(manifest, step, len(text)):
-            raise CheckpointError(
-                "HT705", f"the manifest of step {step} would be refused: {mistake}"
-            )
+            raise CheckpointError("HT705.manifest-step-would", step=step, mistake=mistake)
         write_bytes(folder / MANIFEST, text.encode())
         sync(folder)
 
@@ -240,10 +238,12 @@ class Folder:
         number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
         expected, *fixes = _FIXES.get(number, ("a file system that can store it", "df -h {0}"))
         return CheckpointError(
-            "HT705",
-            f"the checkpoint of step {step} could not be written to {parent}: {error}",
-            expected,
-            *(fix.format(parent) for fix in fixes),
+            "HT705.checkpoint-step-could",
+            step=step,
+            parent=parent,
+            error=error,
+            expected=expected,
+            fixes=(fix.format(parent) for fix in fixes),
         )
 
 

@@ -87,7 +87,7 @@ def open_newest(
     for step in reversed(found):
         try:
             if damage := damages(found[step], step):
-                raise CheckpointError("HT707", damage[0])
+                raise CheckpointError("HT707.open-newest", damage=damage)
             return step, open_checkpoint(found[step], step, parts)
         except CheckpointError as error:
             logger.error("%s; trying the previous one", error.found)
@@ -126,12 +126,7 @@ def _unchanged(file: BufferedReader, entry: Mapping[str, Any]) -> bool:
 
 def refuse_damaged(directory: RunDirectory, count: int) -> None:
     """Raise the error of a run that has checkpoints, none of them complete."""
-    raise CheckpointError(
-        "HT707",
-        f"none of the {count} checkpoints in {directory.checkpoints} is complete",
-        "at least one",
-        "start over in another directory with --run-dir DIR",
-    )
+    raise CheckpointError("HT707.none-checkpoints-complete", count=count, directory=directory)
 
 
 @dataclass
@@ -201,7 +196,7 @@ def open_checkpoint(
     manifest = read_manifest(folder, step)
     recorded = manifest.get("run")
     if run is not None and not (isinstance(recorded, dict) and run.items() <= recorded.items()):
-        raise CheckpointError("HT708", f"{folder} is of another run, {recorded}, not {run}")
+        raise CheckpointError("HT708.another-run", folder=folder, recorded=recorded, run=run)
     reader = DataReader(folder, manifest["files"])
     structures = {}
     for name, entry in manifest["files"].items():
@@ -212,7 +207,7 @@ def open_checkpoint(
         try:
             with open_file(path) as file:
                 if not _unchanged(file, entry):
-                    raise CheckpointError("HT707", f"{path} has changed since it was written")
+                    raise CheckpointError("HT707.changed-since-written", path=path)
                 file.seek(0)
                 value = torch.load(file, map_location="cpu", weights_only=True)
             structure, tensors = tensors_in(value)
@@ -224,7 +219,7 @@ def open_checkpoint(
         except CheckpointError:
             raise
         except Exception as error:  # torch.load raises errors of many types
-            raise CheckpointError("HT707", f"{path} cannot be read ({error})") from None
+            raise CheckpointError("HT707.cannot-read", path=path, error=error) from None
     state = {part: filled(structure, those) for part, (structure, those) in structures.items()}
     return Opened(state, manifest, structures, reader)
 
@@ -245,7 +240,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         manifest = json.loads(content)
         _check(manifest, step)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError("HT707", f"{folder} has no readable manifest ({error})") from None
+        raise CheckpointError("HT707.readable-manifest", folder=folder, error=error) from None
     assert isinstance(manifest, dict)
     return manifest
 

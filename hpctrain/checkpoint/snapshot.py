@@ -283,7 +283,9 @@ def _round_trip(part: str, value: Any) -> Any:
 
 def _refused(part: str, error: Exception) -> UsageError:
     found = f"the state of {part!r} contains a value that no checkpoint can restore: "
-    return UsageError("HT706", found + first_line(error), _EXPECTED, *_FIXES)
+    return UsageError(
+        "HT706.tensors-plain-values", found=found, first_line=first_line(error), fixes=_FIXES
+    )
 
 
 def _plain(tensor: Any) -> bool:

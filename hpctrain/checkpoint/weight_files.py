@@ -64,12 +64,7 @@ def read_weights(source: Source) -> Any:
         with path.open("rb"):
             pass
     except OSError as error:
-        raise UsageError(
-            "HT713",
-            f"{path}: {error.strerror}",
-            _FORMS,
-            "a path that this node can read",
-        ) from None
+        raise UsageError("HT713.safetensors-file-folder", path=path, error=error) from None
     if path.suffix in (SUFFIX, ".json"):
         import_safetensors(f"{path}, but ")
     try:
@@ -102,11 +97,9 @@ def _in_folder(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     raise UsageError(
-        "HT713",
-        f"{folder} is a folder without {INDEX} and model{SUFFIX}",
-        _FORMS,
-        f"a file in it, for example one of {listed(sorted(p.name for p in folder.iterdir()))}",
-        f"hpctrain export {folder} FILE{SUFFIX}, if it is a run directory",
+        "HT713.folder-without-model",
+        folder=folder,
+        listed=listed(sorted(p.name for p in folder.iterdir())),
     )
 
 
@@ -141,12 +134,7 @@ def unreadable(label: str, source: Source, error: Exception) -> UsageError:
         source: file, or weights by name.
         error: what happened.
     """
-    return UsageError(
-        "HT713",
-        f"{label} cannot be read as weights: {_why(source, error)}",
-        _FORMS,
-        "torch.save(model.state_dict(), FILE), in the program that has the model",
-    )
+    return UsageError("HT713.cannot-read-weights", label=label, why=_why(source, error))
 
 
 def _plain_data() -> list[Any]:

@@ -93,10 +93,10 @@ def _skipped(names: Collection[str], patterns: Sequence[str], label: str) -> set
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
-                "HT714",
-                f"skip={pattern!r} matches no name of the model or of {label}",
-                f"patterns of names such as {next(iter(names), 'fc.weight')}",
-                "skip=['fc.*']",
+                "HT714.skip-matches-name",
+                pattern=pattern,
+                label=label,
+                iter=next(iter(names), "fc.weight"),
             )
     return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
 
@@ -120,12 +120,11 @@ def _check(
         texts, more = list(left.values()), len(left) - _MAX_NAMED
         patterns = sorted({*skipped, *covering(left.keys(), names)})
         raise UsageError(
-            "HT714",
-            f"{label} {'; '.join(texts[:_MAX_NAMED])}" + (f"; and {more} more" * (more > 0)),
-            "the names and shapes of model.state_dict()",
-            "the file of such a model",
-            # Where most names differ, it is the file of another model.
-            f"skip={patterns}, to keep the values that the script gave them"
+            "HT714.names-shapes-model",
+            label=label,
+            texts="; ".join(texts[:_MAX_NAMED]),
+            text=f"; and {more} more" * (more > 0),
+            detail=f"skip={patterns}, to keep the values that the script gave them"
             if 2 * len(left) <= len(names)
             else "",
         )
@@ -242,12 +241,13 @@ def _without_weights(
         else f"a {type(content).__name__} without names"
     )
     return UsageError(
-        "HT714",
-        f"{label} has {content_text}, but not {listed([*own])} of the {kind}",
-        "the names of model.state_dict()",
-        *(f"session.load_weights(model, …, {place})" for place in places[:_MAX_NAMED]),
-        *(() if places else ("the file of such a model",)),
-        "session.load_weights(model, {NAME: TENSOR, …}), with the names of the model",
+        "HT714.but",
+        label=label,
+        content_text=content_text,
+        listed=listed([*own]),
+        kind=kind,
+        fixes=(f"session.load_weights(model, …, {place})" for place in places[:_MAX_NAMED]),
+        fixes_2=() if places else ("the file of such a model",),
     )
 
 

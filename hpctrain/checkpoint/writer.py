@@ -219,9 +219,10 @@ class Writer:
             error = failed
         except Exception as unknown:  # of any kind: `failure` reports it
             error = CheckpointError(
-                "HT705",
-                f"the checkpoint of step {job.step} could not be written: "
-                f"{type(unknown).__name__}: {unknown}",
+                "HT705.checkpoint-step-could-written",
+                job=job,
+                kind=type(unknown).__name__,
+                unknown=unknown,
             )
         if error is not None:
             logger.error("%s", error)

@@ -31,9 +31,7 @@ def _main(arguments: argparse.Namespace) -> int:
         try:
             _cancel(named)
         except slurm.NoAnswerError as error:
-            raise StartError(
-                "HT816", f"job {named.label} is not cancelled: {error}", "an answer"
-            ) from None
+            raise StartError("HT816.job-cancelled", named=named, error=error) from None
     return exit_codes.DONE
 
 

@@ -42,12 +42,7 @@ def _main(arguments: argparse.Namespace) -> int:
         found = {step: folder for step, folder in found.items() if step == arguments.step}
     if not found:
         which = "" if arguments.step is None else f" of step {arguments.step}"
-        raise CheckpointError(
-            "HT709",
-            f"no checkpoint{which} in {directory.checkpoints}",
-            "the directory of a run that has saved a checkpoint",
-            f"ls {directory.checkpoints}",
-        )
+        raise CheckpointError("HT709.checkpoint", which=which, directory=directory)
     rows: list[tuple[str, ...]] = [("step", "saved", "files", "bytes", "ranks", "state")]
     damaged = []
     for step, folder in found.items():

@@ -25,12 +25,7 @@ def _main(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UsageError(
-            "HT651",
-            f"shtab cannot be imported: {error}",
-            "shtab, which writes the script",
-            "pip install 'hpctrain[completion]'",
-        ) from None
+        raise UsageError("HT651.shtab-cannot-imported", error=error) from None
     parser = cli.parser_of(cli.COMMANDS)
     for action in parser.all_actions():
         if action.nargs == argparse.REMAINDER:

@@ -70,10 +70,11 @@ def _explain_code(argument: str, as_json: bool) -> int:
     if name not in entries:
         suggestion = nearest(name, entries)
         raise UsageError(
-            "HT804",
-            f"hpctrain explain {argument}: no such code",
-            f"a code from {min(entries)} to {max(entries)}",
-            f"hpctrain explain {suggestion}" if suggestion else "",
+            "HT804.hpctrain-explain-such",
+            argument=argument,
+            entries=min(entries),
+            entries_2=max(entries),
+            detail=f"hpctrain explain {suggestion}" if suggestion else "",
         )
     code = entries[name]
     if as_json:

@@ -131,11 +131,10 @@ def _write(files: Mapping[Path, str]) -> None:
     for path in files:
         if path.exists():
             raise UsageError(
-                "HT808",
-                f"{path} exists",
-                "a folder without it: hpctrain init overwrites no file",
-                "hpctrain init DIR, for another folder",
-                f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}",
+                "HT808.exists",
+                path=path,
+                path_2=shlex.quote(str(path)),
+                text=shlex.quote(f"{path}.old"),
             )
     for path, text in files.items():
         try:
@@ -143,6 +142,4 @@ def _write(files: Mapping[Path, str]) -> None:
             with path.open("x") as file:
                 file.write(text)
         except OSError as error:
-            raise UsageError(
-                "HT809", f"{path} cannot be written: {error}", "a folder that you may write in"
-            ) from None
+            raise UsageError("HT809.cannot-written", path=path, error=error) from None

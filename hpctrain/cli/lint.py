@@ -73,7 +73,7 @@ def _text(name: str) -> str:
                 read = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError("HT824", f"{name} cannot be read: {reason}", "a batch script") from error
+        raise UsageError("HT824.cannot-read", name=name, reason=reason) from error
     text, quoted = read.decode(errors="backslashreplace"), shlex.quote(name)
     in_python = name.endswith(".py") and not re.search(r"^#SBATCH", text, re.MULTILINE)
     no_script = not text.startswith("#!") and "#SBATCH" not in text
@@ -91,5 +91,5 @@ def _text(name: str) -> str:
         (no_script, "has neither #! nor #SBATCH", "put #!/bin/bash on top of it"),
     ):
         if wrong:
-            raise UsageError("HT824", f"{name} {found}", "a batch script for sbatch", *fixes)
+            raise UsageError("HT824.batch-script-sbatch", name=name, found=found, fixes=fixes)
     return text

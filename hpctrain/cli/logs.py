@@ -107,10 +107,11 @@ def _found(name: str) -> JobStatus:
     if len(found) != 1:
         labels = ", ".join(status.label for status in found)
         raise UsageError(
-            "HT818",
-            f"{printable(name)} is {len(found)} jobs: {labels}",
-            "one of them, such as ARRAY_INDEX for a task of an array",
-            f"hpctrain logs {found[0].label}",
+            "HT818.jobs",
+            printable=printable(name),
+            number_of_found=len(found),
+            labels=labels,
+            label=found[0].label,
         )
     return found[0]
 
@@ -127,10 +128,9 @@ def _rank(text: str, status: JobStatus) -> str:
     if match is None:
         reason = f": {status.failure}" if text == _FAILED and status.failure else ""
         raise UsageError(
-            "HT804",
-            f"--rank {printable(text)}"
-            + (f", and no rank is known to have failed{reason}" if text == _FAILED else ""),
-            f"the number of a rank, or {_FAILED} for a job with a rank that has failed",
+            "HT804.rank",
+            printable=printable(text),
+            detail=f", and no rank is known to have failed{reason}" if text == _FAILED else "",
         )
     return match[1]
 
@@ -162,10 +162,9 @@ def _copy(status: JobStatus, path: Path | None, out: Stream) -> None:
         reason = error.strerror or str(error)
         waits = status.queued is not None and status.queued.state == "PENDING"
         raise UsageError(
-            "HT828",
-            f"no log of {status.label or status.run_dir}"
-            + (f" in {job_tables.place(path)}" if path else "")
-            + f": {'the job waits' if waits else reason}",
-            "a job that has started, with a log of its own",
-            f"hpctrain status {status.label}" if status.label else "",
+            "HT828.log",
+            label=status.label or status.run_dir,
+            detail=f" in {job_tables.place(path)}" if path else "",
+            detail_2="the job waits" if waits else reason,
+            detail_3=f"hpctrain status {status.label}" if status.label else "",
         ) from None

@@ -42,25 +42,15 @@ def _chosen(named: lookup.Named) -> list[slurm.QueuedJob]:
     chosen = chosen or [job for job in named.jobs if job.state not in _LEFT_ALONE]
     if never_started := [job for job in chosen if job.refused]:
         raise UsageError(
-            "HT821",
-            f"job {never_started[0].label} never started: {explained(never_started[0])}",
-            "a job that is running, or ended recently",
-            "hpctrain submit, with a request that Slurm can satisfy",
+            "HT821.job-never-started",
+            label=never_started[0].label,
+            explained=explained(never_started[0]),
         )
     if chosen and chosen[0].state != "PENDING":
         return chosen
     if any(job.state == "PENDING" for job in named.jobs):
-        raise UsageError(
-            "HT821", f"job {named.label} is already pending",
-            "a job that is running, or ended recently",
-            f"hpctrain status {named.label} (shows why it waits)",
-        )  # fmt: skip
-    raise UsageError(
-        "HT821",
-        f"the tasks of job {named.label} are done or cancelled",
-        "a task that runs or has failed",
-        f"hpctrain requeue {named.jobs[0].label} (requeues this task all the same)",
-    )
+        raise UsageError("HT821.job-already-pending", named=named)  # fmt: skip
+    raise UsageError("HT821.tasks-job-done", named=named, label=named.jobs[0].label)
 
 
 def _requeue(job: slurm.QueuedJob) -> None:
@@ -68,10 +58,5 @@ def _requeue(job: slurm.QueuedJob) -> None:
     try:
         slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:
-        raise StartError(
-            "HT821",
-            f"job {job.label} ({state}) is not requeued: {error}",
-            "a job that was submitted with --requeue, and an answer from Slurm",
-            "the same hpctrain submit, with --run-dir and its run directory, and --resume last",
-        ) from None
+        raise StartError("HT821.job-requeued", job=job, state=state, error=error) from None
     put(f"job {job.label}, which was {state}, waits for its next start\n")

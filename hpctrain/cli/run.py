@@ -192,11 +192,10 @@ def _setting(settings: Sequence[str], index: int | None) -> list[str]:
         return []
     if index is None or index >= len(settings):
         raise UsageError(
-            "HT804",
-            f"{len(settings)} settings, and "
-            + ("no job array" if index is None else f"the index {index}"),
-            "a setting for each index, from 0 on",
-            f"sbatch --array=0-{len(settings) - 1} SCRIPT",
+            "HT804.settings",
+            number_of_settings=len(settings),
+            detail="no job array" if index is None else f"the index {index}",
+            number_of_settings_2=len(settings) - 1,
         )
     return shlex.split(settings[index])
 
@@ -211,14 +210,7 @@ def _program(arguments: argparse.Namespace) -> _Program:
     is_program = words[:1] == ["--"]
     words = words[1:] if is_program else words
     if not words:
-        raise UsageError(
-            "HT805",
-            "no program",
-            "a script, a module or a program",
-            "hpctrain run SCRIPT.py",
-            "hpctrain run -m MODULE",
-            "hpctrain run -- PROGRAM",
-        )
+        raise UsageError("HT805.program")
     if is_program and not arguments.module:
         return _Program(words, words[0], words[1:])
     # The Python of a container or of an unpacked environment is the first one in its PATH.
@@ -273,4 +265,4 @@ def _check_script(script: str) -> None:
     if os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
         found += f" in {os.getcwd()}"
         fixes.append("sbatch from the folder to which the script's path belongs")
-    raise UsageError("HT805", found, "a Python script", *fixes)
+    raise UsageError("HT805.python-script", found=found, fixes=fixes)

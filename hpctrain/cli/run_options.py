@@ -163,7 +163,7 @@ def check(arguments: argparse.Namespace) -> None:
         UsageError: options are missing, do not fit together, or would have no effect.
     """
     if arguments.min_nproc is not None and not arguments.elastic:
-        raise UsageError("HT804", "--min-nproc without --elastic", "both", _ELASTIC)
+        raise UsageError("HT804.min-nproc-without")
     _check_several_hosts(arguments)
     # With --direct and --once there are no agents.
     way = "--direct" if arguments.direct else "--once" if arguments.once else None
@@ -191,7 +191,9 @@ def _refuse(
         if getattr(arguments, name):
             flag = "--" + name.replace("_", "-")
             fix = f"hpctrain run without {flag}"
-            raise UsageError("HT804", f"{flag} {where}", expected, fix, *fixes)
+            raise UsageError(
+                "HT804.refuse", flag=flag, where=where, expected=expected, fix=fix, fixes=fixes
+            )
 
 
 def check_spares(spares: int | None, hosts: Sequence[str]) -> None:
@@ -202,10 +204,11 @@ def check_spares(spares: int | None, hosts: Sequence[str]) -> None:
     """
     if spares is not None and not 0 <= spares < len(hosts):
         raise UsageError(
-            "HT804",
-            f"--spares {spares} in a job of {len(hosts)} hosts",
-            f"a number from 0 to {len(hosts) - 1}: the ranks start on the other hosts",
-            f"#SBATCH --nodes={len(hosts) + max(1, spares)} --no-kill",
+            "HT804.spares-job-hosts",
+            spares=spares,
+            number_of_hosts=len(hosts),
+            number_of_hosts_2=len(hosts) - 1,
+            number_of_hosts_3=len(hosts) + max(1, spares),
         )
 
 
@@ -240,4 +243,4 @@ def _check_several_hosts(arguments: argparse.Namespace) -> None:
         found, expected = "an empty --main-address", "name or address of host 0"
     else:
         return
-    raise UsageError("HT804", found, expected, _MANUAL)
+    raise UsageError("HT804.check-several-hosts", found=found, expected=expected)

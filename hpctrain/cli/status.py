@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     if arguments.used and not arguments.names:
-        raise UsageError("HT804", "--used without a job", "the jobs, as in --used 4711")
+        raise UsageError("HT804.used-without-job")
     slurm_error = None
     try:
         user_jobs = slurm.jobs(os.environ, uid=os.getuid())
@@ -97,4 +97,4 @@ def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> l
             status for name in names for status in job_status.named(name, user_jobs, os.environ)
         ]
     except slurm.NoAnswerError as error:
-        raise StartError("HT816", f"Slurm does not answer: {error}", "an answer") from None
+        raise StartError("HT816.slurm-does-answer", error=error) from None

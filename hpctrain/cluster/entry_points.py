@@ -90,10 +90,4 @@ def load(
 def _refuse(entry: "EntryPoint", problem: str) -> NoReturn:
     """Raise the error of an entry point that cannot be used."""
     package = entry.dist.name if entry.dist else "PACKAGE"
-    raise UsageError(
-        "HT119",
-        f"{package} adds {entry.name} = {entry.value} to {entry.group}: {problem}",
-        "a class under a name of its own, as docs/architecture.md shows it",
-        f"install another version of {package}",
-        f"pip uninstall {package}",
-    )
+    raise UsageError("HT119.adds", package=package, entry=entry, problem=problem)

@@ -122,7 +122,5 @@ def number(env: Mapping[str, str], name: str) -> int | None:
         return None
     if not _NUMBER.match(text):
         fix = f"unset {name}" if name.isidentifier() else f"remove {name} from the command"
-        raise ContradictionError(
-            "HT103", f"{name}={text[:200]!r}", f"{name} is a whole number", fix
-        )
+        raise ContradictionError("HT103.whole-number", name=name, text=text[:200], fix=fix)
     return int(text)

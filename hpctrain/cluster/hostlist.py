@@ -121,12 +121,7 @@ def _joined(lists: list[list[str]]) -> list[str]:
 
 
 def _refused(text: str, problem: str) -> UsageError:
-    return UsageError(
-        "HT105",
-        f"host list {_short(text)}: {problem}",
-        "names such as node[01-03,7],login",
-        "scontrol show hostnames LIST, which shows how Slurm reads it",
-    )
+    return UsageError("HT105.host-list", short=_short(text), problem=problem)
 
 
 def _short(text: str) -> str:

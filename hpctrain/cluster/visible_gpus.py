@@ -84,17 +84,11 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
         return None
     if len(slices) < len(names):
         raise ContradictionError(
-            "HT114",
-            f"{CUDA}={env[CUDA]}: MIG slices beside whole GPUs",
-            "only one kind",
-            f"env {CUDA}={','.join(slices)} python SCRIPT (srun sets it again in each task)",
+            "HT114.cuda-visible-devices", env=env[CUDA], slices=",".join(slices)
         )
     if local_rank >= len(slices):
         raise UsageError(
-            "HT113",
-            f"local rank {local_rank} and {len(slices)} MIG slices in {CUDA}",
-            "a slice for each rank of this host",
-            f"start {len(slices)} ranks on each host",
+            "HT113.local-rank-mig", local_rank=local_rank, number_of_slices=len(slices)
         )
     return slices[local_rank]
 
@@ -109,10 +103,7 @@ def check_rocm(env: Mapping[str, str]) -> None:
     first, second = (visible(env, name) for name in _HIP)
     if first and second and first.names != second.names:
         raise ContradictionError(
-            "HT114",
-            f"{_HIP[0]}={env[_HIP[0]]} and {_HIP[1]}={env[_HIP[1]]}",
-            "one of them: HIP reads both",
-            f"env -u {_HIP[1]} python SCRIPT (srun sets it again in each task)",
+            "HT114.one-them-hip", HIP=_HIP, env=env[_HIP[0]], env_2=env[_HIP[1]]
         )
     rocr, hip = visible(env, _ROCR), visible(env, *_HIP)
     if rocr is None or hip is None:
@@ -121,10 +112,11 @@ def check_rocm(env: Mapping[str, str]) -> None:
     too_large = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
     if too_large:
         raise ContradictionError(
-            "HT114",
-            f"{_ROCR}={env[_ROCR]} leaves {len(rocr.names)} "
-            f"GPU{'s' if len(rocr.names) != 1 else ''}, and {hip.source}="
-            f"{env[hip.source]} selects number {too_large[0]} of them",
-            f"numbers below {len(rocr.names)}: {hip.source} counts what {_ROCR} leaves",
-            f"env -u {hip.source} python SCRIPT (srun sets it again in each task)",
+            "HT114.rocr-visible-devices",
+            env=env[_ROCR],
+            number_of_rocr_names=len(rocr.names),
+            detail="s" if len(rocr.names) != 1 else "",
+            hip=hip,
+            env_2=env[hip.source],
+            too_large=too_large,
         )

@@ -80,10 +80,7 @@ class World:
 
     def _contradiction(self, values: str, expected: str) -> ContradictionError:
         return ContradictionError(
-            "HT101",
-            f"{values}, set by {self.launcher}",
-            expected,
-            "hpctrain explain (shows the variable of each value)",
+            "HT101.set", values=values, launcher=self.launcher, expected=expected
         )
 
     @property

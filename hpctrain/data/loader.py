@@ -155,38 +155,14 @@ def check_arguments(
         UsageError: the session sets the argument itself, or the argument has no meaning there.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise UsageError(
-            "HT507",
-            f"loader() of a {type(dataset).__name__}, which has no length or no fixed order",
-            "a data set with __len__ and __getitem__",
-            "for batch in run.batches(loader) over a DataLoader of your own, which gives each rank "
-            "its part",
-        )
+        raise UsageError("HT507.loader-length-fixed", kind=type(dataset).__name__)
     own = sorted(_OWN_ARGUMENTS & more.keys())
     if own:
-        raise UsageError(
-            "HT507",
-            f"loader(…, {', '.join(own)})",
-            "arguments that the session does not set itself",
-            "--workers N",
-            "loader(dataset, train=False) for a fixed order",
-            "for batch in run.batches(loader) over any loader of your own",
-        )
+        raise UsageError("HT507.loader", own=", ".join(own))
     if train and batch_size is not None:
-        raise UsageError(
-            "HT507",
-            f"loader(…, batch_size={batch_size}) for a training",
-            "the micro-batch of the session",
-            f"--batch-size {batch_size}",
-            f"Session(batch_size={batch_size})",
-        )
+        raise UsageError("HT507.loader-batch-size", batch_size=batch_size)
     if not train and drop_last is not None:
-        raise UsageError(
-            "HT507",
-            "loader(…, drop_last=…) for an evaluation",
-            "every sample once",
-            "leave drop_last out",
-        )
+        raise UsageError("HT507.loader-drop-last")
 
 
 # Arguments for order, size and processes, which the session sets.

@@ -46,22 +46,13 @@ def check_own(loader: Any, options: Options, batches: Batches, parts: int) -> No
     size_given = options.batch_size is not None or options.global_batch is not None
     whole = isinstance(loader.sampler, BatchSampler)  # then an index is a list of them
     if loader.batch_size is None and loader.batch_sampler is None and not (size_given or whole):
-        raise UsageError(
-            "HT509",
-            "a DataLoader without batches: its batch_size is None, as args.batch_size is before "
-            "the Session is open",
-            "a batch size",
-            "DataLoader(dataset, session.batches.batch_size, …)",
-            "--batch-size N (if the data set gives whole batches)",
-        )
+        raise UsageError("HT509.dataloader-without-batches")
     if size_given and isinstance(size, int) and size != batches.batch_size:
         raise UsageError(
-            "HT509",
-            f"a DataLoader with batches of {size}, but a session with micro-batches of "
-            f"{batches.batch_size}",
-            "the same in both: learning rate and speed follow from it",
-            "DataLoader(dataset, session.batches.batch_size, …)",
-            "session.prepare(…, loader, split_batches=True), as the loader has whole steps"
+            "HT509.dataloader-batches-but",
+            size=size,
+            batches=batches,
+            detail="session.prepare(…, loader, split_batches=True), as the loader has whole steps"
             if size == batches.global_batch
             else f"--batch-size {size}",
         )
@@ -83,12 +74,11 @@ def batch_size(loader: DataLoader[Any], parts: int) -> int | None:
     if size % parts:
         below, above = size // parts * parts, -(-size // parts) * parts
         raise UsageError(
-            "HT505",
-            f"split_batches=True, and a DataLoader with batches of {size} for {parts} micro-batches"
-            " in a step",
-            f"a multiple of {parts}",
-            f"batch_size={below}" if below else "",
-            f"batch_size={above}",
+            "HT505.split-batches-true",
+            size=size,
+            parts=parts,
+            detail=f"batch_size={below}" if below else "",
+            above=above,
         )
     return size // parts
 
@@ -171,14 +161,7 @@ def split_themselves(fingerprints: Sequence[str]) -> bool:
     if len(different) > 1:
         twice = next(digest for digest in fingerprints if fingerprints.count(digest) > 1)
         same = [rank for rank, digest in enumerate(fingerprints) if digest == twice]
-        raise UsageError(
-            "HT508",
-            f"{ranks_text(same)} begin with the same batch, and other ranks with another one",
-            "a different part of the data on each rank, or the same data on all",
-            "session.loader(dataset)",
-            "let your loader take every world_size-th batch, from session.world.rank on",
-            "hpctrain.Session(same_data=True) (if you want this)",
-        )
+        raise UsageError("HT508.begin-same-batch", ranks_text=ranks_text(same))
     return False
 
 

@@ -46,11 +46,10 @@ class TrainingSampler(Sampler[list[int]]):
     ) -> None:
         if length < (batches.global_batch if drop_last else 1):
             raise UsageError(
-                "HT506",
-                f"{length} samples, but a global batch of {batches.global_batch}",
-                "at least one global batch of samples",
-                f"--global-batch {max(length // world.world_size, 1) * world.world_size}, without "
-                "--batch-size and --accumulate",
+                "HT506.samples-but-global",
+                length=length,
+                batches=batches,
+                length_2=max(length // world.world_size, 1) * world.world_size,
             )
         self.length = length
         self.batches = batches
@@ -123,13 +122,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
     def __init__(self, length: int, batch_size: int, world: World, even: bool = False) -> None:
         if even and 0 < length < world.world_size:
-            raise UsageError(
-                "HT507",
-                f"{length} samples for an evaluation by {world.world_size} ranks, which compute "
-                "each batch together",
-                "a sample for each rank",
-                "--backend ddp",
-            )
+            raise UsageError("HT507.samples-evaluation-ranks", length=length, world=world)
         self.length = length
         self.batch_size = batch_size
         batches = -(-length // batch_size)

@@ -92,14 +92,7 @@ class SharedLoader(Shared):
     def _weighed(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for number, batch in enumerate(batches):
             if not order.begun:
-                raise UsageError(
-                    "HT508",
-                    f"a {type(self.source).__name__} that does not read its batch_sampler, so that "
-                    "its batches cannot be divided",
-                    "a DataLoader whose __iter__ is that of torch",
-                    "session.loader(dataset)",
-                    "hpctrain.Session(same_data=True) (if each rank is to have all samples)",
-                )
+                raise UsageError("HT508.does-read-batch", kind=type(self.source).__name__)
             if number == 0 and self._whole and self._sharing.world_size > 1:
                 refuse_other_order(self._sharing.exchange(order.begun), self.source.sampler)
             yield batch, order.weights.pop(number, 1.0)
@@ -183,13 +176,7 @@ def refuse_other_order(digests: Sequence[str], sampler: Any) -> None:
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if ranks:
         raise UsageError(
-            "HT611",
-            f"a {type(sampler).__name__} that draws another order on {ranks_text(ranks)} than on "
-            "rank 0",
-            "the same order on all ranks, which divide it",
-            "random numbers of torch, random or numpy.random, or of a generator with the same seed "
-            "on all ranks",
-            "attributes num_replicas and rank of the sampler, if it divides its order itself",
+            "HT611.draws-another-order", kind=type(sampler).__name__, ranks_text=ranks_text(ranks)
         )
 
 
@@ -204,9 +191,9 @@ def refuse_short(batches: int, slots: int) -> None:
         UsageError: always.
     """
     raise UsageError(
-        "HT506",
-        f"a loader of {batches} batches, but a step takes {slots} micro-batches",
-        "at least one step in each epoch",
-        "smaller batches" if batches else "a loader with samples",
-        "drop_last=False" if batches else "",
+        "HT506.loader-batches-but",
+        batches=batches,
+        slots=slots,
+        detail="smaller batches" if batches else "a loader with samples",
+        detail_2="drop_last=False" if batches else "",
     )

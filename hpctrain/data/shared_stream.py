@@ -189,14 +189,7 @@ _TWICE = "twice"  # in place of a fingerprint: two workers of the rank begin wit
 
 def _refuse_workers(source: Any, rank: int) -> None:
     raise UsageError(
-        "HT508",
-        f"two workers of a DataLoader begin with the same batch, at rank {rank}: each of the "
-        f"{source.num_workers} workers reads all of the {type(source.dataset).__name__}",
-        "a different part of the data in each worker",
-        "torch.utils.data.get_worker_info() in __iter__: take every num_workers-th sample, from "
-        "its id on",
-        "num_workers=1",
-        "hpctrain.Session(same_data=True) (if you want this)",
+        "HT508.two-workers-dataloader", rank=rank, source=source, kind=type(source.dataset).__name__
     )
 
 

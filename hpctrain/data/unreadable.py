@@ -76,14 +76,14 @@ class SkipUnreadable(Dataset[Any]):
             more = max(2 * self.limit, 10)
             others = f"; {self.limit} other samples before it" if self.limit else ""
             raise DataError(
-                "HT517",
-                f"{name} cannot be read: {reason}{others}",
-                f"at most {self.limit} such samples in the whole data set"
+                "HT517.cannot-read",
+                name=name,
+                reason=reason,
+                others=others,
+                detail=f"at most {self.limit} such samples in the whole data set"
                 if self.limit
                 else "a sample that can be read",
-                "fetch it again",
-                f"a limit of {more} (--max-unreadable {more} of examples/imagenet.py), if the data "
-                "set has no more of them",
+                more=more,
             ) from error
         self._skipped.add(index)
         logger.warning("%s cannot be read, and is skipped: %s", name, reason)

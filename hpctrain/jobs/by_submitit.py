@@ -24,12 +24,7 @@ from hpctrain.process.logging import logger
 try:
     import submitit
 except ImportError as error:
-    raise UsageError(
-        "HT812",
-        f"submitit cannot be imported: {error}",
-        "submitit, which carries functions to the ranks of a job",
-        "pip install 'hpctrain[submit]'",
-    ) from None
+    raise UsageError("HT812.submitit-cannot-imported", error=error) from None
 
 __all__ = ["send"]
 
@@ -57,25 +52,14 @@ def send(
     others = [name for name in _OF_SCRIPTS if getattr(spec, name)]
     others += ["launcher = none"] if spec.launcher == "none" else []
     if others:
-        raise UsageError(
-            "HT811",
-            f"{', '.join(others)} in a job of submitit",
-            "the function or script as the first argument, and only fields that such a job has",
-            "hpctrain submit -- python SCRIPT",
-            "[hpctrain.submit(train, spec, kwargs=one) for one in …] instead of an array or sweep",
-        )
+        raise UsageError("HT811.job-submitit", others=", ".join(others))
     name = spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
     spec = site.completed(replace(spec, name=name), env)
     with new_folder() as folder:
         try:
             executor = _Executor(folder, spec, env)
         except RuntimeError as error:
-            raise StartError(
-                "HT815",
-                f"no Slurm here: {error}",
-                "a host of the cluster",
-                "hpctrain.spawn(FUNCTION, 2) starts ranks on this machine",
-            ) from None
+            raise StartError("HT815.slurm-here", error=error) from None
         job_id = executor.submit(work).job_id
         run_dir = job_paths.run_directory(spec, job_id, None, env).absolute()
         record = JobRecord(folder, job_id, spec.ranks, run_dir)
@@ -94,20 +78,18 @@ def _work(
     known = callable(train) or (is_script and not kwargs)
     if not (known and isinstance(spec, JobSpec) and isinstance(args, (tuple, list))):
         raise UsageError(
-            "HT813",
-            f"submit({train!r:.200}, {type(spec).__name__}, args={args!r:.200}, "
-            f"kwargs={kwargs!r:.200})",
-            "a function, or a script without kwargs; a JobSpec; args as a tuple or list",
-            "hpctrain.submit(FUNCTION, hpctrain.JobSpec(nodes=2), args=(ARGUMENT,))",
+            "HT813.submit-args-kwargs",
+            train=train,
+            kind=type(spec).__name__,
+            args=args,
+            kwargs=kwargs,
         )
     if callable(train):
         _check_arguments(train, args, kwargs)
         return function.pack(train, args, kwargs), getattr(train, "__name__", type(train).__name__)
     path = os.path.abspath(train)
     if not os.path.isfile(path):
-        raise UsageError(
-            "HT805", f"there is no file {os.fspath(train)!r}", "the path of a Python script"
-        )
+        raise UsageError("HT805.file", train=os.fspath(train))
     return function.pack(function.run_script, (path, *args), {}), Path(path).stem
 
 
@@ -124,9 +106,12 @@ def _check_arguments(
     except TypeError as error:
         name = getattr(train, "__name__", type(train).__name__)
         raise UsageError(
-            "HT813",
-            f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
-            "arguments that fit its signature",
+            "HT813.args-kwargs",
+            name=name,
+            signature=signature,
+            args=args,
+            kwargs=kwargs,
+            error=error,
         ) from None
 
 

@@ -111,6 +111,6 @@ def _exit_error(system_exit: SystemExit) -> HpctrainError:
     """Return the error for sys.exit(3) or sys.exit("why")."""
     code = system_exit.code if isinstance(system_exit.code, int) else 1
     text = f": {system_exit.code}" if not isinstance(system_exit.code, int) else ""
-    error = HpctrainError("HT822", f"the script exited with code {code}{text}")
+    error = HpctrainError("HT822.script-exited-code", code=code, text=text)
     error.exit_code = code
     return error

@@ -116,7 +116,7 @@ class Job:
             rank: number of the rank.
         """
         if not 0 <= rank < self.ranks:
-            raise UsageError("HT813", f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
+            raise UsageError("HT813.logs", rank=rank, ranks=self.ranks - 1)
         return self._record.log(rank)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ class Job:
         try:
             slurm.cancel([self.id], os.environ)
         except slurm.NoAnswerError as error:
-            raise HpctrainError("HT816", f"job {self.id} was not cancelled: {error}") from None
+            raise HpctrainError("HT816.job-cancelled-2", id=self.id, error=error) from None
 
     def _look(self) -> tuple[str, bool]:
         """Return the state, and whether the job has ended."""
@@ -174,7 +174,9 @@ class Job:
             host = named[2] if named else ""
             _, trace = outcomes[first] or ("", "")
             text = str(trace).rstrip()
-            return HpctrainError("HT822", f"rank {first} {of_job} failed{host}:\n{text}")
+            return HpctrainError(
+                "HT822.rank-failed", first=first, of_job=of_job, host=host, text=text
+            )
         cause, *fixes = _CAUSES.get(state, ("",))
         if not cause:
             rank = outcomes.index(None) if first is None else first
@@ -184,7 +186,9 @@ class Job:
             fixes = [f"hpctrain requeue {self.id}"] if first is not None else []
         message = f"job {self.id} ended as {state}: {cause}"
         run = os.fspath(self.run_dir)
-        return HpctrainError("HT823", message, "", *(fix.format(run=run) for fix in fixes))
+        return HpctrainError(
+            "HT823.failure", message=message, fixes=(fix.format(run=run) for fix in fixes)
+        )
 
     def _reason(self) -> str:
         """Return why the run has failed, as `hpctrain run` has recorded it; else empty."""

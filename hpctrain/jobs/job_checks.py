@@ -29,22 +29,16 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UsageError(
-            "HT805", "the current folder does not exist any more", "an existing folder", "cd to it"
-        ) from None
+        raise UsageError("HT805.current-folder-does") from None
     for name in ("stage_code", "stage_environment", "stage_data"):
         path = getattr(spec, name)
         if path and not os.path.exists(path):
-            raise UsageError(
-                "HT805",
-                f"{name} = {path} does not exist",
-                "an existing path, from the current folder",
-            )
+            raise UsageError("HT805.does-exist", name=name, path=path)
     notes = []
     if spec.venv and not os.path.exists(os.path.join(spec.venv, "bin", "activate")):
         found = f"venv = {spec.venv} has no bin/activate"
         if not os.path.isabs(spec.venv):
-            raise UsageError("HT805", found, "a virtual environment, by its path from here")
+            raise UsageError("HT805.virtual-environment-path", found=found)
         notes.append(f"{found} on this host")
     if not spec.container and not spec.setup:
         notes += _check_command(spec, env)
@@ -69,11 +63,7 @@ def _check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
         above = (place.absolute(), *place.absolute().parents)
         existing = next(folder for folder in above if os.path.lexists(folder))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError(
-                "HT809",
-                f"{found}: you may not write in {place.absolute()}",
-                "a folder of your own, by another path or from another current folder",
-            )
+            raise UsageError("HT809.you-may-write", found=found, absolute=place.absolute())
 
 
 def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
@@ -86,7 +76,7 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
             where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"
             found = f"{shlex.join(spec.command[:2])}: {arguments[0]} is no file {where}"
             if not spec.dependency and not os.path.isabs(path):
-                raise UsageError("HT805", found, f"a script, by its path from {os.getcwd()}")
+                raise UsageError("HT805.script-path", found=found, getcwd=os.getcwd())
             notes.append(found)
     folders = [os.path.join(spec.venv, "bin")] if spec.venv else []
     path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
@@ -117,13 +107,7 @@ def _refuse_mistake(spec: JobSpec, path: str) -> None:
     """Raise UsageError if a program that is not on a PATH is one of two known mistakes."""
     program = spec.command[0]
     if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
-        raise UsageError(
-            "HT806", f"the command {shlex.join(spec.command)}: {program} is no program",
-            "python before a script", f"python {shlex.join(spec.command)}",
-        )  # fmt: skip
+        raise UsageError("HT806.command-program", command=shlex.join(spec.command), program=program)  # fmt: skip
     first, *others = program.split() or [""]
     if others and len(spec.command) == 1 and shutil.which(first, path=path):
-        raise UsageError(
-            "HT806", f"the command {shlex.quote(program)}: one word, with spaces in it",
-            "one word for each argument", f"-- {program}",
-        )  # fmt: skip
+        raise UsageError("HT806.command-one-word", program=shlex.quote(program), program_2=program)  # fmt: skip

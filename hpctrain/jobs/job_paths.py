@@ -57,10 +57,10 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path:
         return Path(_expanded(folder, spec, env))
     except LookupError as error:
         raise UsageError(
-            "HT807",
-            f"output = {spec.output}: a folder named by {error}",
-            "a folder that can be created before the job has a number",
-            f"output = {os.path.join('logs', os.path.basename(spec.output))}",
+            "HT807.output-folder-named",
+            spec=spec,
+            error=error,
+            text=os.path.join("logs", os.path.basename(spec.output)),
         ) from None
 
 

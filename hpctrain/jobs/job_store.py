@@ -114,10 +114,12 @@ def find(job: str | int | os.PathLike[str]) -> JobRecord:
             return record
         known += [record.id] if record is not None else []
     raise UsageError(
-        "HT818",
-        f"no job {name!r} was submitted from this folder by hpctrain.submit",
-        f"one of {', '.join(known[:10])}" if known else "the id of a job submitted from here",
-        f"hpctrain.jobs.find('FOLDER/{FOLDERS}/DATE-TIME-…') finds a job of another folder",
+        "HT818.job-submitted-folder",
+        name=name,
+        detail=f"one of {', '.join(known[:10])}"
+        if known
+        else "the id of a job submitted from here",
+        FOLDERS=FOLDERS,
     )
 
 
@@ -139,9 +141,4 @@ def _refuse_other_users(folder: Path) -> None:
     """Raise UsageError if others can write in a folder, as reading a pickle can run code."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UsageError(
-            "HT820",
-            f"other users can write in {folder}, and results read from it can run code",
-            "a folder in which only you can write",
-            f"chmod go-w {folder} (if it is yours)",
-        )
+        raise UsageError("HT820.other-users-can", folder=folder)

@@ -69,12 +69,12 @@ def find(
         return Named(name, labels.pop(), tuple(jobs))
     if jobs:
         raise UsageError(
-            "HT818",
-            f"{name!r} is the name of {len(labels)} jobs",
-            "one of " + ", ".join(f"{job.label} ({printable(job.state)})" for job in jobs),
-            "its number instead of its name",
+            "HT818.name-jobs",
+            name=name,
+            number_of_labels=len(labels),
+            jobs=", ".join(f"{job.label} ({printable(job.state)})" for job in jobs),
         )
-    raise UsageError("HT818", f"{name!r} is neither a job nor a run here", _candidates(user_jobs))
+    raise UsageError("HT818.neither-job-nor", name=name, candidates=_candidates(user_jobs))
 
 
 def without_slurm(name: str) -> Path:
@@ -87,9 +87,9 @@ def without_slurm(name: str) -> Path:
         return path
     known = ", ".join(printable(path) for path in runs()[-20:])
     raise UsageError(
-        "HT818",
-        f"{name!r} is no run here",
-        f"one of {known}" if known else "a run directory; there are no runs below ./runs",
+        "HT818.run-here",
+        name=name,
+        detail=f"one of {known}" if known else "a run directory; there are no runs below ./runs",
     )
 
 
@@ -113,11 +113,11 @@ def run_directory(name: str, env: Mapping[str, str]) -> Path:
     if len(found) != 1:
         several = ", ".join(sorted(map(printable, found)))
         raise UsageError(
-            "HT818",
-            f"{printable(name)} has {len(found) or 'no'} run{'s' * (len(found) != 1)}"
-            + (f": {several}" if found else " here"),
-            "a run directory, or a job with one run",
-            "hpctrain status, which lists the runs below ./runs",
+            "HT818.run",
+            printable=printable(name),
+            number_of_found=len(found) or "no",
+            text="s" * (len(found) != 1),
+            detail=f": {several}" if found else " here",
         )
     return found.pop()
 
@@ -170,19 +170,13 @@ def _check_owned(named: Named) -> Named:
     if not named.jobs:
         job = f"job {named.label}" if named.label else "no job"
         raise UsageError(
-            "HT819",
-            f"{printable(named.name)} is the run of {job}, which is not in Slurm's list (any more) "
-            "or has another run",
-            "a job that is pending, running, or ended recently",
-            f"hpctrain submit … --run-dir {printable(named.run_dir)} -- … --resume "
-            "(continues the run)",
+            "HT819.run-slurm-list",
+            printable=printable(named.name),
+            job=job,
+            printable_2=printable(named.run_dir),
         )
     if others := [job for job in named.jobs if job.uid != str(os.getuid())]:
-        raise UsageError(
-            "HT820",
-            f"job {named.label} belongs to {printable(others[0].user)}",
-            "a job of your own",
-        )
+        raise UsageError("HT820.job-belongs", named=named, printable=printable(others[0].user))
     return named
 
 

@@ -66,20 +66,21 @@ def refused(message: str, spec: JobSpec, env: Mapping[str, str]) -> StartError |
     lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in message.splitlines()]
     reason = "; ".join(line for line in lines if line) or "without a message"
     if _TEMPORARY.search(message):
-        return StartError(
-            "HT816",
-            f"sbatch could not submit the job: {reason}",
-            "an answer from Slurm; the values of the job are not the cause",
-            "the same command again later; scontrol ping shows whether Slurm is up",
-        )
+        return StartError("HT816.sbatch-could-submit", reason=reason)
     found = f"sbatch refused the job: {reason}"
     for pattern, names, expected in MEANINGS:
         if re.search(pattern, message, re.IGNORECASE):
             likely = [name for name in names if _given(spec, name)] or [names[0]]
             known = ", ".join(_accepted(likely[0], env))
             fixes = [_fix(name, _given(spec, name)) for name in likely[:4]]
-            return UsageError("HT817", found, expected + (f": {known}" if known else ""), *fixes)
-    return StartError("HT817", found)
+            return UsageError(
+                "HT817.refused-2",
+                found=found,
+                expected=expected,
+                detail=f": {known}" if known else "",
+                fixes=fixes,
+            )
+    return StartError("HT817.refused", found=found)
 
 
 def _given(spec: JobSpec, name: str) -> str:

@@ -120,7 +120,7 @@ def _run(spec: JobSpec, tree: str, count: Sequence[str]) -> list[str]:
         UsageError: options of a command, but no command.
     """
     if spec.sweep and not spec.command:
-        raise UsageError("HT803", "sweep without a command", "the command that gets these options")
+        raise UsageError("HT803.sweep-without-command")
     program, words = _program(spec)
     options = [*count, *(["--code", tree] if tree else [])]
     if spec.launcher == "none":

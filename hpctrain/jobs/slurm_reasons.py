@@ -45,10 +45,8 @@ def absent(reason: str, *instead: str) -> StartError:
     """
     if "on the PATH" in reason:
         place = "a login node of the cluster, or its Slurm module"
-        return StartError("HT815", reason, place, "module load slurm", *instead)
-    return StartError(
-        "HT816", reason, "an answer", "check with hpctrain status before you try again"
-    )
+        return StartError("HT815.absent", reason=reason, place=place, fixes=instead)
+    return StartError("HT816.answer", reason=reason)
 
 
 def notes(job: QueuedJob) -> str:

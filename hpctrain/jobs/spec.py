@@ -180,7 +180,7 @@ class JobSpec:
             try:
                 replace(self, part=(), **own)
             except UsageError as error:
-                raise UsageError("HT801", f"part {number} of the job: {error.found}") from None
+                raise UsageError("HT801.part-job", number=number, error=error) from None
 
     @property
     def gpus(self) -> int:
@@ -286,7 +286,9 @@ def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageErr
     count = (
         "a value of the job is" if len(problems) == 1 else f"{len(problems)} values of the job are"
     )
-    return UsageError("HT801", f"{source + ': ' if source else ''}{count} invalid:{lines}")
+    return UsageError(
+        "HT801.invalid", detail=source + ": " if source else "", count=count, lines=lines
+    )
 
 
 def _shown(value: Any) -> str:

@@ -119,8 +119,4 @@ def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            "HT809",
-            f"output = {job_paths.pattern(spec)}: {error}",
-            "a log in a folder that can be created",
-        ) from None
+        raise UsageError("HT809.output", pattern=job_paths.pattern(spec), error=error) from None

@@ -173,14 +173,7 @@ def _check_hosts(roster: Roster) -> Answer:
     first = roster.entries[0]
     for entry in roster.entries:
         if entry["nproc"] != first["nproc"]:
-            raise ContradictionError(
-                "HT213",
-                f"--nproc-per-node {first['nproc']} on {first['host']}, and {entry['nproc']} on "
-                f"{entry['host']}",
-                "the same on all hosts",
-                "--nproc-per-node 2,1 on both, for two ranks on the first host and one on the "
-                "second",
-            )
+            raise ContradictionError("HT213.nproc-per-node", first=first, entry=entry)
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 

@@ -214,10 +214,10 @@ def run(
     missing = [host for host in hosts.names if host not in present]
     if len(missing) > policy.spares:
         raise StartError(
-            "HT210",
-            f"{', '.join(missing)} of {len(hosts.names)} hosts cannot be used",
-            "that all hosts answer when the run begins",
-            *hosts.fixes(missing[0]),
+            "HT210.hosts-cannot-used",
+            missing=", ".join(missing),
+            number_of_hosts_names=len(hosts.names),
+            fixes=hosts.fixes(missing[0]),
         )
     choice = HostChoice(hosts, present, policy.spares, environ)
     folder = _folder(directory, env)
@@ -385,9 +385,4 @@ def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:
         prefix = f".attempts-{label}-{restart}-"
         return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=prefix))
     except OSError as error:
-        raise UsageError(
-            "HT617",
-            f"the run directory {directory.path} cannot be made: {error}",
-            "a place that can be written, on a file system that all hosts share",
-            "--run-dir DIR",
-        ) from None
+        raise UsageError("HT617.run-directory-cannot", directory=directory, error=error) from None

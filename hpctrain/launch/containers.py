@@ -81,7 +81,7 @@ def _checked(folder: str, refused: str) -> str:
     """Return a folder if its name can be mounted."""
     if set(folder) & set(refused):
         expected = f"folders without {' '.join(refused)}"
-        raise UsageError("HT811", f"a container and the folder {folder}", expected)
+        raise UsageError("HT811.container-folder", folder=folder, expected=expected)
     return folder
 
 

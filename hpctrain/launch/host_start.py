@@ -78,14 +78,7 @@ class HostStart:
         """
         world = met.world
         if world.num_nodes != world.world_size:
-            raise UsageError(
-                "HT111",
-                f"{world.world_size} tasks on {world.num_nodes} hosts have each started "
-                "hpctrain run with --nproc-per-node",
-                "one task on each host, or hpctrain run without --nproc-per-node in each task",
-                "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N SCRIPT",
-                "srun hpctrain run SCRIPT",
-            )
+            raise UsageError("HT111.tasks-hosts-each", world=world)
         counts = rank_environment.layout(plan.nproc, met.shared["gpus"])
         return cls(plan, met, counts, point, env)
 

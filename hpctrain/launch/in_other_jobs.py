@@ -107,12 +107,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         try:
             lines = Path(env["PBS_NODEFILE"]).read_text().split()
         except OSError as error:
-            raise StartError(
-                "HT211",
-                f"PBS_NODEFILE={env['PBS_NODEFILE']}: {error}",
-                "the list of the job's hosts",
-                "type the command in the job's script or shell",
-            ) from None
+            raise StartError("HT211.pbs-nodefile", env=env["PBS_NODEFILE"], error=error) from None
         # One line for each process of `mpiprocs`.
         counts = {host: lines.count(host) for host in lines}
         if max(counts.values(), default=0) < 2:
@@ -120,13 +115,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     else:
         counts = {}
         if len(hosts := hosts_of_job(env)) > 1:
-            raise UsageError(
-                "HT211",
-                f"a job of LSF with {len(hosts)} hosts, where hpctrain starts no ranks",
-                "a launcher that starts each rank",
-                "jsrun hpctrain run SCRIPT, or mpirun hpctrain run SCRIPT",
-                "hpctrain run --node-rank N … SCRIPT on each host",
-            )
+            raise UsageError("HT211.job-lsf-hosts", number_of_hosts=len(hosts))
     if len(counts) < 2:
         return None
     return _OtherJob(counts, nproc, _flux_run if env.get("FLUX_URI") else _mpirun)
@@ -146,8 +135,5 @@ def _answer(*command: str) -> str:
     except commands.NoAnswerError as error:
         reason = str(error)
     raise StartError(
-        "HT211",
-        f"{' '.join(command)}: {reason}",
-        f"{command[0]}, which starts an agent on each host of the job",
-        f"PATH=…:$PATH or module load …, so that {command[0]} is found",
+        "HT211.starts-agent-each", command=" ".join(command), reason=reason, command_2=command
     )

@@ -69,12 +69,7 @@ class InSlurm(JobHosts):
     ) -> None:
         names = hosts_of_job(env)
         if twice := {name for name in names if names.count(name) > 1}:
-            raise UsageError(
-                "HT101",
-                f"{', '.join(sorted(twice))} in two parts of the job",
-                "hosts of its own for each part",
-                "#SBATCH --exclusive in each part",
-            )
+            raise UsageError("HT101.two-parts-job", twice=", ".join(sorted(twice)))
         counts = (_tasks(env, names) if nproc is None else None) or [0] * len(names)
         super().__init__(dict(zip(names, counts, strict=True)), nproc, inside)
         self._env = env
@@ -202,10 +197,5 @@ def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:
     text = env.get("SLURM_TASKS_PER_NODE", "")
     counts = expand_counts(text, "SLURM_TASKS_PER_NODE") if text else []
     if counts and len(counts) != len(hosts):
-        raise ContradictionError(
-            "HT101",
-            f"SLURM_TASKS_PER_NODE={text} and {len(hosts)} hosts in SLURM_JOB_NODELIST",
-            "a number for each host",
-            "leave SLURM_* as sbatch or salloc set them",
-        )
+        raise ContradictionError("HT101.slurm-tasks-per", text=text, number_of_hosts=len(hosts))
     return counts if any(count > 1 for count in counts) else None

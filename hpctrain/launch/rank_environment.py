@@ -84,11 +84,10 @@ def layout(per_node: str, gpus: Sequence[int]) -> tuple[int, ...]:
         counts *= nodes
     if len(counts) != nodes or any(count < 1 for count in counts):
         raise UsageError(
-            "HT213",
-            f"--nproc-per-node {per_node} for {nodes} node{'s' if nodes > 1 else ''}",
-            "a number from 1 on, auto, or as many numbers with commas as there are nodes",
-            "--nproc-per-node 2",
-            "--nodes 2 --nproc-per-node 2,1",
+            "HT213.nproc-per-node-node",
+            per_node=per_node,
+            nodes=nodes,
+            detail="s" if nodes > 1 else "",
         )
     return counts
 
@@ -221,12 +220,7 @@ def of_rank(
 
 def _check_number(ranks: int) -> None:
     if ranks > _MOST_RANKS:
-        raise UsageError(
-            "HT213",
-            f"{ranks} ranks on this machine",
-            f"at most {_MOST_RANKS}",
-            "--nproc-per-node 2",
-        )
+        raise UsageError("HT213.ranks-machine", ranks=ranks)
 
 
 def print_threads(env: Environ, ranks: int) -> None:

@@ -91,13 +91,7 @@ class Rank:
         except (FileNotFoundError, PermissionError) as error:
             raise no_program(command[0], error, environ) from None
         except OSError as error:
-            raise StartError(
-                "HT212",
-                f"rank {number} cannot be started on this machine: {error}",
-                "room for each rank: processes, open files, memory",
-                "start fewer ranks",
-                "ulimit -u and ulimit -n with larger numbers",
-            ) from None
+            raise StartError("HT212.rank-cannot-started", number=number, error=error) from None
         return cls(number, process)
 
     def begin(self, number: int, environ: Mapping[str, str]) -> None:
@@ -198,7 +192,7 @@ def no_program(name: str, error: OSError, environ: Mapping[str, str]) -> UsageEr
     absent = shutil.which(name, os.F_OK, environ.get("PATH")) is None
     reason = os.strerror(errno.ENOENT) if absent else error.strerror
     expected = "a program on the PATH, or the path of one"
-    return UsageError("HT806", f"{name} cannot be started: {reason}", expected)
+    return UsageError("HT806.cannot-started", name=name, reason=reason, expected=expected)
 
 
 def signal_name(number: int) -> str:

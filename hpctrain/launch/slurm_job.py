@@ -122,12 +122,7 @@ class SlurmJob:
         count = self.env.get("SLURM_ARRAY_TASK_COUNT", "1")
         exported = self.env.get(env_vars.RUN_DIR)
         if exported and self.allocation.array_task is not None and count not in ("", "1"):
-            raise UsageError(
-                "HT804",
-                f"{env_vars.RUN_DIR}={exported}: one directory, and {count} tasks",
-                "a run directory for each task of the array",
-                f"unset {env_vars.RUN_DIR}",
-            )
+            raise UsageError("HT804.hpctrain-run-dir", exported=exported, count=count)
         if exported:
             return top / exported
         if given:

@@ -98,7 +98,7 @@ def _check(function: object, nproc: object, args: object) -> None:
         found, expected = f"spawn(…, nproc={nproc!r})", 'a number of ranks from 1 on, or "auto"'
     else:
         return
-    raise UsageError("HT214", found, expected, "hpctrain.spawn(FUNCTION, 2, args=(…,))")
+    raise UsageError("HT214.check", found=found, expected=expected)
 
 
 def _refuse_inside_of_ranks() -> None:
@@ -108,13 +108,7 @@ def _refuse_inside_of_ranks() -> None:
     except UsageError:
         return  # contradictory variables, which the ranks do not get
     if world.launcher == "hpctrain" or world.world_size > 1:
-        raise UsageError(
-            "HT215",
-            f"spawn() in rank {world.rank} of {world.world_size}, which {world.launcher} started",
-            "one process that starts the ranks",
-            'put the call under if __name__ == "__main__":',
-            "call the function itself where a launcher starts the ranks",
-        )
+        raise UsageError("HT215.spawn-rank-started", world=world)
 
 
 def _interrupt(outcome: supervisor.Outcome) -> None:
@@ -147,8 +141,8 @@ def _results(
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
     code = exit_status[0] if exit_status and exit_status[0] else outcome.code
     if UsageError.exit_code in (code, first and first.code):
-        raise UsageError("HT217", text)
-    error = HpctrainError("HT217", text)
+        raise UsageError("HT217.results", text=text)
+    error = HpctrainError("HT217.results", text=text)
     if exit_status and exit_status[0]:
         error.exit_code = exit_status[0]
     raise error

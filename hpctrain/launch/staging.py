@@ -77,12 +77,7 @@ def _copy(
         _run("tar", "-C", str(place), "--force-local", "-xf", environment)
         programs = place / "bin"
         if not programs.is_dir():
-            raise StartError(
-                "HT218",
-                f"{environment} has no bin/ at its top",
-                "an archive of an environment's content",
-                f"tar -C ENVIRONMENT -cf {environment} .",
-            )
+            raise StartError("HT218.bin-top", environment=environment)
         if (programs / "conda-unpack").exists():  # conda-pack requires this
             _run(str(programs / "python"), str(programs / "conda-unpack"))
         variables["PATH"] = f"{programs}:{env.get('PATH', os.defpath)}"
@@ -138,9 +133,5 @@ def _failed(folder: Path, error: Exception) -> StartError:
         (_, _, reason), *others = error.args[0]
         reason += f", and {len(others)} more" if others else ""
     return StartError(
-        "HT218",
-        f"{os.uname().nodename} cannot copy files to {folder}: {reason}",
-        "a disk with room, to which this user may write",
-        f"df -h {folder.parent}",
-        "export TMPDIR=DIR",
+        "HT218.cannot-copy-files", nodename=os.uname().nodename, folder=folder, reason=reason
     )

@@ -20,12 +20,7 @@ def steps(text: str) -> range:
     """
     match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text, re.ASCII)
     if match is None or int(match[1]) >= int(match[2]):
-        raise UsageError(
-            "HT653",
-            f"--profile {text}",
-            "two numbers of steps, the first one less than the second",
-            "--profile 20:25, for five steps after the first twenty",
-        )
+        raise UsageError("HT653.profile", text=text)
     return range(int(match[1]), int(match[2]))
 
 

@@ -82,13 +82,7 @@ class Precision:
         del device
         for name, flag, where in _SETTINGS:
             if getattr(settings, name) is not None and name not in cls.takes:
-                raise UsageError(
-                    "HT401",
-                    f"{flag} with --precision {cls.name}",
-                    where,
-                    f"leave {flag} out",
-                    where,
-                )
+                raise UsageError("HT401.precision", flag=flag, name_=cls, where=where)
 
     def switch(self, undo: ExitStack) -> None:
         """Set torch's global switches.
@@ -187,10 +181,12 @@ def refuse_older_gpus(
     on_gpu = device.type == "cuda"
     if not (on_gpu and torch.cuda.get_device_capability(device) >= least):
         raise UsageError(
-            "HT402",
-            f"--precision {name} on {torch.cuda.get_device_name(device) if on_gpu else 'a CPU'}",
-            f"an NVIDIA GPU of compute capability {least[0]}.{least[1]} ({generations}) or later",
-            f"--precision {instead}",
+            "HT402.precision",
+            name=name,
+            detail=torch.cuda.get_device_name(device) if on_gpu else "a CPU",
+            least=least,
+            generations=generations,
+            instead=instead,
         )
 
 

@@ -36,13 +36,7 @@ class Float8(BFloat16):
         try:
             import torchao.float8  # noqa: F401
         except ImportError as error:
-            raise UsageError(
-                "HT418",
-                f"torchao cannot be imported: {error}",
-                "torchao, which computes in fp8",
-                "pip install 'hpctrain[fp8]'",
-                "--precision bf16",
-            ) from None
+            raise UsageError("HT418.torchao-cannot-imported", error=error) from None
 
     def convert(self, model: nn.Module) -> None:
         """Let the linear layers of a model compute in fp8, in place; their weights stay the same.
@@ -60,11 +54,9 @@ class Float8(BFloat16):
         }
         if not fitting:
             raise UsageError(
-                "HT419",
-                f"--precision fp8, and none of the {len(linear)} linear layers of the "
-                f"{type(model).__name__} has two sizes that are multiples of {_MULTIPLE}",
-                "large linear layers, whose products are faster in 8 bits",
-                "--precision bf16",
+                "HT419.precision-none-linear",
+                number_of_linear=len(linear),
+                kind=type(model).__name__,
             )
         logger.info("fp8: %d of %d linear layers compute in it", len(fitting), len(linear))
         convert_to_float8_training(

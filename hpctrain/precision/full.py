@@ -33,12 +33,7 @@ class Float32(Precision):
             try:
                 undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
             except RuntimeError:
-                raise UsageError(
-                    "HT403",
-                    "torch's switches fp32_precision were set before the Session, which sets TF32",
-                    "one place that sets it",
-                    "remove them from the script (--precision tf32 or fp32 sets TF32)",
-                ) from None
+                raise UsageError("HT403.torch-switches-precision") from None
             owner.allow_tf32 = self._short_inputs
 
 

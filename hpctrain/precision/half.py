@@ -178,11 +178,9 @@ class ApexO2(ApexO3):
         saved, own = state["masters"], self.masters()
         if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in own]:
             raise UsageError(
-                "HT405",
-                f"the checkpoint has {len(saved)} master weights of other shapes than the "
-                f"{len(own)} of the prepared models",
-                "the same models and --keep-batchnorm-fp32",
-                "--run-dir DIR for another directory",
+                "HT405.checkpoint-master-weights",
+                number_of_saved=len(saved),
+                number_of_own=len(own),
             )
         with torch.no_grad():
             for (copy, master), value in zip(self._masters.items(), saved, strict=True):

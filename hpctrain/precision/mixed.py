@@ -58,12 +58,10 @@ class Half(Autocast):
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16:
                 raise UsageError(
-                    "HT404",
-                    f"{name} of the {type(model).__name__} is in half precision under --precision "
-                    f"{self.name}",
-                    "weights in fp32, which autocast casts where that is safe",
-                    f"remove model.half() and keep --precision {self.name}",
-                    "--precision O2 (weights in half precision, and fp32 ones behind them)",
+                    "HT404.half-precision-under",
+                    name=name,
+                    kind=type(model).__name__,
+                    name_2=self.name,
                 )
 
 

@@ -36,12 +36,7 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
     if own is None:
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UsageError(
-            "HT115",
-            f"CUDA has started before the Session, and {visible_gpus.CUDA} has several MIG slices",
-            "the Session first: it leaves each rank its own slice",
-            "move hpctrain.Session(…) before the first use of cuda in the script",
-        )
+        raise UsageError("HT115.cuda-started-before")
     undo.callback(env.__setitem__, visible_gpus.CUDA, env[visible_gpus.CUDA])
     env[visible_gpus.CUDA] = own
 
@@ -84,13 +79,15 @@ def _check_idle_gpus(
     reason, fixes = no_gpu_reason(warning_texts)
     if job and job.gpus:
         raise UsageError(
-            "HT116",
-            f"job {job.label} has {job.gpus} GPU{'s' if job.gpus > 1 else ''} on this host, and "
-            f"torch {torch.__version__} can use none: {reason}",
-            "GPUs that torch can use, or none",
-            *fixes,
-            "without GPUs: sbatch --gpus-per-node=0 SCRIPT" if job.scheduler == "slurm" else "",
-            _HIDE,
+            "HT116.job-gpu-host",
+            job=job,
+            detail="s" if job.gpus > 1 else "",
+            version=torch.__version__,
+            reason=reason,
+            fixes=fixes,
+            detail_2="without GPUs: sbatch --gpus-per-node=0 SCRIPT"
+            if job.scheduler == "slurm"
+            else "",
         )
     if visible_gpus.here():
         logger.warning(
@@ -140,11 +137,5 @@ def index_of(world: World, visible: int) -> int:
         return 0
     if world.local_rank >= visible:
         ranks = f"{world.local_world_size or world.local_rank + 1} ranks"
-        raise UsageError(
-            "HT113",
-            f"local rank {world.local_rank} and {visible} visible GPUs: {ranks} on this host",
-            "at most one rank for each GPU",
-            f"start {visible} ranks on each host",
-            _HIDE,
-        )
+        raise UsageError("HT113.local-rank-visible", world=world, visible=visible, ranks=ranks)
     return world.local_rank

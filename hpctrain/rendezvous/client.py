@@ -8,7 +8,6 @@ import json
 import os
 from typing import Any
 
-from hpctrain.cluster import env_vars
 from hpctrain.errors import RankMissingError, StartError, UsageError, repeated
 from hpctrain.rendezvous.addresses import Names, candidate_hosts, ports
 from hpctrain.rendezvous.connections import Connection, greet
@@ -196,13 +195,13 @@ class RendezvousClient:
         waited, noun = self.clock() - self.began, self.own.noun
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
         return RankMissingError(
-            "HT202",
-            f"{noun} {self.own.world.rank} on {self.own.point.host} did not find {noun} 0"
-            + (f" at {where}" if where else "")
-            + f" within {waited:.0f} s ({self._describe_attempts()})",
-            f"{noun} 0 listening there",
-            f"look for the first error in the log of {noun} 0",
-            f"if it is on another host or has another name: export {env_vars.MAIN_ADDRESS}=HOST",
+            "HT202.did-find-within",
+            noun=noun,
+            rank=self.own.world.rank,
+            host=self.own.point.host,
+            detail=f" at {where}" if where else "",
+            waited=waited,
+            describe_attempts=self._describe_attempts(),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hpctrain._version import __version__
-from hpctrain.cluster import env_vars, visible_gpus
+from hpctrain.cluster import env_vars
 from hpctrain.cluster.texts import printable, ranks_text
 from hpctrain.errors import ContradictionError
 from hpctrain.process.logging import logger
@@ -242,9 +242,7 @@ def _other_commands(ranks: _Ranks) -> Iterator[Difference]:
         commands = list(groups)[:2]
         first, other = (ranks.format_ranks(groups[command]) for command in commands)
         difference = _first_difference(*commands)
-        error = ContradictionError(
-            "HT209.command", first=first, other=other, difference=difference
-        )
+        error = ContradictionError("HT209.command", first=first, other=other, difference=difference)
         yield Difference("command", error)
 
 

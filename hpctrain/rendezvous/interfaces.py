@@ -58,12 +58,10 @@ def address_on(name: str) -> str:
         there = [other for _, other in socket.if_nameindex()]
         available = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
         raise UsageError(
-            "HT207",
-            f"the network interface {name!r} "
-            + ("has no address" if name in there else "is not there"),
-            f"one of {available}",
-            "export HPCTRAIN_INTERFACE=NAME",
-            "unset HPCTRAIN_INTERFACE GLOO_SOCKET_IFNAME (the ranks then find one by themselves)",
+            "HT207.network-interface",
+            name=name,
+            detail="has no address" if name in there else "is not there",
+            available=available,
         )
     return found[name][0]
 

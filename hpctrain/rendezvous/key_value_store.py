@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from hpctrain import rundir
-from hpctrain.cluster.env_vars import MAIN_ADDRESS
 from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import StartError
@@ -137,10 +136,4 @@ def choose(
         return FileStore(folder)
     if point.address:
         return None
-    raise StartError(
-        "HT203",
-        f"{world.launcher} started {world.world_size} ranks and does not give the "
-        "address of rank 0",
-        "the host name or address of rank 0",
-        f"export {MAIN_ADDRESS}=HOST (the host of rank 0, the same on all ranks)",
-    )
+    raise StartError("HT203.started-ranks-does", world=world)

@@ -101,20 +101,19 @@ def make_roster(entries: tuple[Entry, ...], noun: str = "rank") -> Roster:
         first_rank = rank_at.setdefault((host, place["local_rank"]), rank)
         if first_rank != rank:
             raise ContradictionError(
-                "HT206",
-                f"ranks {first_rank} and {rank} both have local rank {place['local_rank']} on "
-                f"{hosts[host]}",
-                "a local rank of its own for each rank of a host",
-                "export LOCAL_RANK as the place of the rank on its host, from 0",
-                "where two hosts have one name: export HPCTRAIN_HOSTNAME=NAME on each",
+                "HT206.ranks-both-local",
+                first_rank=first_rank,
+                rank=rank,
+                place=place,
+                hosts=hosts[host],
             )
         if place["local_rank"] >= on_host[host]:
             raise ContradictionError(
-                "HT206",
-                f"rank {rank} has local rank {place['local_rank']}, and there are only "
-                f"{on_host[host]} ranks on {hosts[host]}",
-                "local ranks below the number of ranks on the host",
-                "export LOCAL_RANK as the place of the rank on its host, from 0",
+                "HT206.rank-local-rank",
+                rank=rank,
+                place=place,
+                on_host=on_host[host],
+                hosts=hosts[host],
             )
     return Roster(entries, (), hosts, tuple(nodes), 0)
 

@@ -174,11 +174,13 @@ class RendezvousServer:
         known, first = self.entries.get(rank), self.entries[0]
         if size != self.size:
             self.wrong = ContradictionError(
-                "HT206",
-                f"{self.noun} {rank} on {entry['host']} has world size {size}, {self.noun} 0 on "
-                f"{first['host']} has {self.size}",
-                f"the same world size on all {self.noun}s",
-                f"hpctrain explain (in place of the script, on both {self.noun}s)",
+                "HT206.world-size",
+                noun=self.noun,
+                rank=rank,
+                entry=entry,
+                size=size,
+                first=first,
+                size_2=self.size,
             )
         elif known and known["process"] != entry["process"]:
             self.wrong = self._twins(
@@ -266,11 +268,15 @@ class RendezvousServer:
             else (f"export {env_vars.MAIN_PORT}={free}",)
         )
         raise StartError(
-            "HT204",
-            f"{self.noun} 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
-            f"{self.entries[0]['host']} ({self.listen_error})",
-            "a free port: another start may have taken this one" if only else "one free port",
-            *fixes,
+            "HT204.can-listen-none",
+            noun=self.noun,
+            map=", ".join(map(str, self.ports)),
+            entries=self.entries[0]["host"],
+            listen_error=self.listen_error,
+            detail="a free port: another start may have taken this one"
+            if only
+            else "one free port",
+            fixes=fixes,
         )
 
     def _publish_addresses(self) -> None:
@@ -284,10 +290,11 @@ class RendezvousServer:
             store.write(self.own.credentials.start, value.encode())
         except OSError as error:
             raise StartError(
-                "HT203",
-                f"{self.noun} 0 cannot publish its address in {store.where}: {error}",
-                f"a place that all {self.noun}s can read, or the name of {self._home}",
-                f"export {env_vars.MAIN_ADDRESS}=HOST ({self._home}, on all {self.noun}s)",
+                "HT203.cannot-publish-address",
+                noun=self.noun,
+                store=store,
+                error=error,
+                home=self._home,
             ) from None
 
     def _absent(self) -> list[int]:
@@ -308,14 +315,17 @@ class RendezvousServer:
             details += f"; connections could not be accepted: {self.accept_error}"
         option = self.own.option
         return RankMissingError(
-            "HT201",
-            f"{ranks_text(missing, noun=self.noun)} of {self.size} did not connect "
-            f"within {self.own.timeout:.0f} s (connected: {connected}{details}). "
-            f"{self.noun.capitalize()} 0 listened at port {self.ports[-1]} of "
-            f"{self.entries[0]['host']}",
-            f"all {self.noun}s",
-            "look for the first error in their logs",
-            f"for a slow file system: {option} SECONDS, longer than now" if option else "",
+            "HT201.did-connect-within",
+            ranks_text=ranks_text(missing, noun=self.noun),
+            size=self.size,
+            timeout=self.own.timeout,
+            connected=connected,
+            details=details,
+            capitalize=self.noun.capitalize(),
+            ports=self.ports[-1],
+            entries=self.entries[0]["host"],
+            noun=self.noun,
+            detail=f"for a slow file system: {option} SECONDS, longer than now" if option else "",
         )
 
     @property
@@ -326,11 +336,7 @@ class RendezvousServer:
         """Return the error about two processes with one number."""
         once = f"start each {self.noun} once, and give every start a"
         return ContradictionError(
-            "HT205",
-            f"two processes are {processes}",
-            f"each {self.noun} once",
-            f"{once} port of its own (MASTER_PORT or {env_vars.MAIN_PORT})",
-            f"{once} {env_vars.SECRET} of its own",
+            "HT205.two-processes", processes=processes, noun=self.noun, once=once
         )
 
     def _addresses(self, roster: Roster) -> tuple[str, ...]:
@@ -344,11 +350,11 @@ class RendezvousServer:
             address = entry["address"]
             if several and address and is_loopback(address) and not simulated:
                 raise ContradictionError(
-                    "HT207",
-                    f"the interface of rank {rank} on {entry['host']} has the address "
-                    f"{address}, and the ranks are on {len(roster.hosts)} hosts",
-                    "an interface that the other hosts reach",
-                    f"unset {env_vars.INTERFACE} {env_vars.GLOO_INTERFACE}",
+                    "HT207.interface-rank-address",
+                    rank=rank,
+                    entry=entry,
+                    address=address,
+                    number_of_hosts=len(roster.hosts),
                 )
         by_host: dict[int, str] = {}
         for rank, host in enumerate(roster.host_of_rank):

@@ -102,13 +102,7 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(
-                "HT701",
-                f"{path} cannot be read: {error}",
-                "a file that hpctrain wrote",
-                "repair or remove it",
-                "--run-dir DIR for another directory",
-            ) from None
+            raise UsageError("HT701.cannot-read", path=path, error=error) from None
 
     def record_end(self, code: int, reason: str, **more: Any) -> None:
         """Record in summary.json how the run has ended; keep its other entries.
@@ -125,12 +119,7 @@ class RunDirectory:
 
     def missing(self) -> UsageError:
         """Return the error for a folder that has no run."""
-        return UsageError(
-            "HT655",
-            f"no run is in {self.path}",
-            "a folder with a run.json in it",
-            "hpctrain status, which lists the runs below ./runs",
-        )
+        return UsageError("HT655.run", path=self.path)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl."""

@@ -245,9 +245,4 @@ def _remove_old(store: Path) -> None:
 
 
 def _missing(store: Path, tree: str, reason: str) -> StartError:
-    return StartError(
-        "HT826",
-        f"the code of this job, snapshot {tree} in {store}, cannot be written: {reason}",
-        "git on this host, and the repository from which the job was submitted",
-        "hpctrain submit --live … (runs the code as it is at each start)",
-    )
+    return StartError("HT826.code-job-snapshot", tree=tree, store=store, reason=reason)

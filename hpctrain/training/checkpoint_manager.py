@@ -268,10 +268,7 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
     blind = sorted(set(range(backend.world_size)).difference(able))
     if blind and backend.sharded:
         raise UsageError(
-            "HT622",
-            f"{ranks_text(blind, hosts)} see no {directory.path}, in which rank 0 saves",
-            "a run directory on a file system that all hosts share, as each rank saves its part",
-            "--run-dir DIR",
+            "HT622.see-rank-saves", ranks_text=ranks_text(blind, hosts), directory=directory
         ).of_all(backend.rank)
     return Team(backend.rank, able, backend.sharded, name, nonce)
 

@@ -68,14 +68,14 @@ class Collectives:
         call = f"session.all_reduce(…, {op!r})"
         _check_tensor(call, tensor)
         if op not in _OPS:
-            raise UsageError("HT631", call, f"one of {', '.join(_OPS)}", "session.all_reduce(x)")
+            raise UsageError("HT631.one", call=call, OPS=", ".join(_OPS))
         number = tensor.is_floating_point() or tensor.is_complex()
         if (op == "mean" and not number) or (op in ("max", "min") and tensor.is_complex()):
             raise UsageError(
-                "HT631",
-                f"{call} of {tensor.dtype}",
-                "a mean of floating-point numbers, or a maximum or minimum of real ones",
-                f"session.all_reduce(x.float(), {op!r})" if op == "mean" else "x.abs()",
+                "HT631.mean-floating-point",
+                call=call,
+                tensor=tensor,
+                detail=f"session.all_reduce(x.float(), {op!r})" if op == "mean" else "x.abs()",
             )
         self._agree(f"{call} of {_described(tensor)}")
         return reduced(self.backend, tensor, op)
@@ -304,10 +304,11 @@ class Collectives:
     def _check_source(self, name: str, source: int) -> None:
         if source not in range(self.world.world_size):
             raise UsageError(
-                "HT631",
-                f"session.{name}(…, source={source}) in a world of {self.world.world_size} ranks",
-                f"a rank from 0 to {self.world.world_size - 1}",
-                f"session.{name}(…) from rank 0",
+                "HT631.session-source-world",
+                name=name,
+                source=source,
+                world_size=self.world.world_size,
+                world_size_2=self.world.world_size - 1,
             )
 
 
@@ -334,22 +335,14 @@ class _Text(str):
 def _check_tensor(call: str, thing: Any) -> None:
     if not isinstance(thing, Tensor) or thing.layout != torch.strided:
         raise UsageError(
-            "HT631",
-            f"{call} of a {'sparse tensor' if isinstance(thing, Tensor) else type(thing).__name__}",
-            "a dense tensor",
-            "x.to_dense()" if isinstance(thing, Tensor) else "torch.tensor(x)",
-            "session.sum(x) for numbers",
-            "session.gather_object(x) for other objects",
+            "HT631.dense-tensor",
+            call=call,
+            detail="sparse tensor" if isinstance(thing, Tensor) else type(thing).__name__,
+            detail_2="x.to_dense()" if isinstance(thing, Tensor) else "torch.tensor(x)",
         )
 
 
 def _refuse_value(value: Any) -> None:
     """Refuse a value that is no tensor, in a structure of samples; None may stay."""
     if value is not None:
-        raise UsageError(
-            "HT631",
-            f"session.gather_for_metrics() of a structure with a {type(value).__name__}",
-            "tensors of shape (samples, …) in tuples, lists, dicts and dataclasses",
-            "torch.tensor(values), one for each sample",
-            "session.gather_object(things)",
-        )
+        raise UsageError("HT631.session-gather-metrics", kind=type(value).__name__)

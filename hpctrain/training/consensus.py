@@ -176,13 +176,8 @@ def refuse_unlike_answers(answers: Sequence[Answer]) -> None:
         for rank, one in enumerate(answers):
             ranks.setdefault(f"{one.doing} ({one.place})", []).append(rank)
         raise UsageError(
-            "HT601",
-            "the ranks do not do the same: "
-            + "; ".join(f"{ranks_text(those)}: {doing}" for doing, those in ranks.items()),
-            "the same calls in the same order on every rank",
-            "call run.log(), run.save() and session.sum() on all ranks, not under `if "
-            "session.is_main`",
-            "give all ranks the same number of batches, and break or continue on all of them",
+            "HT601.ranks-same",
+            ranks="; ".join((f"{ranks_text(those)}: {doing}" for doing, those in ranks.items())),
         )
 
 

@@ -123,11 +123,13 @@ def refuse_other_data(context: Context) -> None:
                 if own != first:
                     other = " of other classes" if own[1] != first[1] else ""
                     raise UsageError(
-                        "HT611",
-                        f"a data set of {own[0]:,} samples{other} at rank {rank} on {hosts[rank]}, "
-                        f"and of {first[0]:,} at rank 0 on {hosts[0]}",
-                        "the same samples on all ranks",
-                        "copy the same files to every host; to compare: find PATH -type f | wc -l",
+                        "HT611.data-set-samples",
+                        own=own,
+                        other=other,
+                        rank=rank,
+                        hosts=hosts[rank],
+                        first=first,
+                        hosts_2=hosts,
                     )
 
     on_rank_zero(context.backend, compare)

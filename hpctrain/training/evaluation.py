@@ -42,12 +42,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
             except TypeError:
                 whole[1, place], parts[place] = 1, float(number)
         except (TypeError, ValueError, RuntimeError):
-            raise UsageError(
-                "HT602",
-                f"session.sum() of a {type(value).__name__} that is not one number",
-                "numbers, or tensors of one element",
-                "a value for each: session.sum(correct, count)",
-            ) from None
+            raise UsageError("HT602.session-sum-one", kind=type(value).__name__) from None
     # Always two sums of the same lengths: a rank without samples has 0 where another has 0.5.
     sums, fractional = backend.sum(whole.to(backend.device)).tolist()
     rest = backend.sum(parts.to(backend.device)).tolist()
@@ -105,12 +100,7 @@ class Classification:
 
     def __init__(self, backend: Backend, classes: int, events: Events | None = None) -> None:
         if classes < 2:
-            raise UsageError(
-                "HT603",
-                f"classification({classes})",
-                "two classes or more, each with an output of its own",
-                "session.sum(correct, count) for a model with a single output",
-            )
+            raise UsageError("HT603.classification", classes=classes)
         self._backend = backend
         self._classes = classes
         self._events = events or Events()
@@ -174,11 +164,7 @@ class Classification:
             found = f"outputs on {outputs.device} and targets on {targets.device}"
         if found:
             raise UsageError(
-                "HT603",
-                f"classification({self._classes}): {found}",
-                f"logits of shape (N, {self._classes}) and classes as int64 of shape (N,), "
-                f"both on {device}",
-                "scores.update(model(images), targets), as session.loader(…) gives them",
+                "HT603.classification-2", classes=self._classes, found=found, device=device
             )
 
     def compute(self) -> Scores:
@@ -215,15 +201,11 @@ class Classification:
         """Return the error that explains why there are no scores."""
         if outside:
             return UsageError(
-                "HT603",
-                f"classification({self._classes}): {outside} targets are {self._classes} or more",
-                f"classes from 0 to {self._classes - 1}, and targets below 0 to be ignored",
-                "session.classification(len(dataset.classes)), of the set that is evaluated",
+                "HT603.classification-targets-more",
+                classes=self._classes,
+                outside=outside,
+                classes_2=self._classes - 1,
             )
         return UsageError(
-            "HT603",
-            f"classification({self._classes}): no sample to score, {ignored} ignored",
-            "samples with targets from 0, on one rank at least",
-            "for images, targets in session.loader(val_set, train=False): "
-            "scores.update(model(images), targets)",
+            "HT603.classification-sample-score", classes=self._classes, ignored=ignored
         )

@@ -61,27 +61,12 @@ class GradientGuard:
             return
         if not first:
             if self._seen is not None and self._seen != _look(sentinel):
-                raise UsageError(
-                    "HT604",
-                    "the gradients were changed or cleared between the micro-batches of a step",
-                    "that they add up, which is what --accumulate is for",
-                    "remove model.zero_grad(): session.step() clears the gradients, or the "
-                    "optimizer's zero_grad() where a step ends",
-                    "hpctrain.Session(clip_norm=X), which clips before each step",
-                )
+                raise UsageError("HT604.gradients-changed-cleared")
         elif self._left or sentinel.grad is not None:
             self._left -= self._left > 0
             for name, parameter in self._named:
                 if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
-                    raise UsageError(
-                        "HT604",
-                        f"{name} has a gradient before session.step()",
-                        "that session.step() alone goes backward: it scales the loss, lets the "
-                        "ranks average, and clears",
-                        "remove loss.backward()",
-                        "session.step(loss_1 + loss_2), or session.backward() for each of several "
-                        "losses",
-                    )
+                    raise UsageError("HT604.gradient-before-session", name=name)
 
     def between(self) -> None:
         """Record a gradient after a backward pass that is not the last one of its step."""
@@ -133,12 +118,7 @@ def refuse_plain_backward(context: Context, optimizer: Optimizer) -> None:
         *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
     ]
     if why and any(p.grad is not None for p in parameters_of(optimizer)):
-        raise UsageError(
-            "HT604",
-            f"optimizer.step() after loss.backward(), with {' and '.join(why)}",
-            "a backward pass that takes this into account",
-            "session.backward(loss) in place of loss.backward()",
-        )
+        raise UsageError("HT604.optimizer-step-after", why=" and ".join(why))
 
 
 def refuse_optimizers(
@@ -157,30 +137,16 @@ def refuse_optimizers(
     prepared, accumulate = context.optimizers, context.batches.accumulate
     if not prepared or any(one not in prepared for one in optimizers):
         raise UsageError(
-            "HT606",
-            "session.step() with an optimizer that was not prepared"
+            "HT606.gradients-averaged-applied",
+            detail="session.step() with an optimizer that was not prepared"
             if optimizers
             else "session.step(), and no optimizer was prepared",
-            "gradients that are averaged, applied and cleared",
-            "model, optimizer = session.prepare(model, optimizer)",
         )
     if optimizers and accumulate > 1:
-        raise UsageError(
-            "HT607",
-            f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
-            "session.step(loss), one loss for all optimizers",
-            "session.backward(loss), optimizer.step(), optimizer.zero_grad() for each one",
-            "--accumulate 1",
-        )
+        raise UsageError("HT607.session-step-loss", accumulate=accumulate)
     for optimizer in optimizers or prepared:
         if id(optimizer) in need_closure:
-            raise UsageError(
-                "HT607",
-                f"session.step() with a {type(optimizer).__name__}, which calls a closure for "
-                "the loss, several times",
-                "an optimizer that needs the gradients of one backward pass",
-                "optimizer.step(closure), with session.backward(loss) in the closure",
-            )
+            raise UsageError("HT607.session-step-calls", kind=type(optimizer).__name__)
 
 
 def no_loss(loss: Any) -> UsageError:
@@ -191,12 +157,7 @@ def no_loss(loss: Any) -> UsageError:
         found = f"a loss of shape {tuple(loss.shape)}"
     else:
         found = "a loss without a gradient (made under torch.no_grad(), or detached)"
-    return UsageError(
-        "HT608",
-        f"session.step() or session.backward() with {found}",
-        "the mean loss of a micro-batch: a tensor of one number that has a gradient",
-        "session.step(loss.mean()) or session.backward(loss.mean())",
-    )
+    return UsageError("HT608.session-step-session", found=found)
 
 
 def _look(parameter: nn.Parameter) -> tuple[int, int] | None:

@@ -107,13 +107,7 @@ class Gradients:
         context = self._context
         if not context.in_body and context.batches.accumulate > 1:
             raise UsageError(
-                "HT605",
-                f"session.backward() outside of run.batches(), and {context.batches.accumulate} "
-                "micro-batches accumulate",
-                "a loop that tells where a micro-batch ends",
-                "for batch in run.batches(loader): … session.backward(loss)",
-                "session.step(loss)",
-                "--accumulate 1",
+                "HT605.session-backward-outside", accumulate=context.batches.accumulate
             )
         context.events.backward()
         self._pass(loss, keywords)
@@ -191,23 +185,9 @@ class Gradients:
         if self._inside or not context.in_body:
             return
         if finds_none and context.stepped:
-            raise UsageError(
-                "HT604",
-                "gradients are clipped after session.step(), which has applied and cleared them",
-                "that they are clipped before the update",
-                "remove clip_grad_norm_() or clip_grad_value_(), and use "
-                "hpctrain.Session(clip_norm=X) or Session(clip_value=X)",
-                "session.backward(loss), session.clip_grad_norm_(…), optimizer.step()",
-            )
+            raise UsageError("HT604.gradients-clipped-after")
         if self._precision.scaler is not None and self._passes and not self._unscaled:
-            raise UsageError(
-                "HT604",
-                f"gradients are clipped that have the loss scale of --precision "
-                f"{self._precision.name}",
-                "gradients without it",
-                "session.clip_grad_norm_(model.parameters(), X)",
-                "session.unscale_gradients() before",
-            )
+            raise UsageError("HT604.gradients-clipped-loss", precision_name=self._precision.name)
         if self.last:
             self._backend.sync_gradients()  # after the script's own loss.backward()
 
@@ -345,14 +325,7 @@ class Gradients:
         """
         context = self._context
         if self._precision.scaler is not None or context.batches.accumulate > 1:
-            raise UsageError(
-                "HT607",
-                "an optimizer's step with a closure, and a loss scale or micro-batches that "
-                "accumulate",
-                "true gradients of one batch after each call of the closure",
-                "--precision bf16 or fp32",
-                "--accumulate 1",
-            )
+            raise UsageError("HT607.optimizer-step-closure")
 
         def mean_loss() -> Any:
             loss = closure()

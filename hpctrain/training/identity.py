@@ -74,10 +74,7 @@ def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirec
         if isinstance(error, FileExistsError):  # another start was faster and has ended
             _refuse_other_runs(directory, directory.read(directory.identity), own, False)
         raise UsageError(
-            "HT617",
-            f"the run directory {directory.path} cannot be made: {error}",
-            "a place that can be written",
-            "--run-dir DIR",
+            "HT617.run-directory-cannot-made", directory=directory, error=error
         ) from None
     return directory, lock
 
@@ -103,21 +100,15 @@ def _refuse_other_runs(
     if not resume:
         saved = max(directory.steps(), default=None)
         where = "begin it again" if saved is None else f"go on from step {saved}"
-        raise UsageError(
-            "HT618",
-            f"{directory.path} has a run in it",
-            "an empty or new run directory",
-            f"--resume to {where}",
-            "--run-dir DIR for another",
-        )
+        raise UsageError("HT618.run", directory=directory, where=where)
     for key in _IDENTITY:
         if None not in (before.get(key), own[key]) and before.get(key) != own[key]:
             raise UsageError(
-                "HT618",
-                f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "
-                f"this one's is {own[key]!r}",
-                "the run that began there",
-                "--run-dir DIR for another directory",
+                "HT618.belongs-another-run",
+                directory=directory,
+                name_=key,
+                get=before.get(key),
+                own=own[key],
             )
 
 
@@ -170,15 +161,7 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
             break
         fruitless += 1
     if fruitless >= exit_codes.MOST_FRUITLESS:
-        raise GivenUpError(
-            "HT619",
-            f"{fruitless} starts of job {job.label} in a row went on from step {step} and left no "
-            "newer checkpoint",
-            "progress from one start to the next",
-            "look for the first error in the logs, and submit the job again with --resume",
-            "save more often, by --checkpoint-every or --checkpoint-minutes",
-            "a longer time limit",
-        )
+        raise GivenUpError("HT619.starts-job-row", fruitless=fruitless, job=job, step=step)
 
 
 def _refuse_other_files(directory: RunDirectory) -> None:
@@ -189,20 +172,14 @@ def _refuse_other_files(directory: RunDirectory) -> None:
         return
     except OSError as error:
         raise UsageError(
-            "HT617",
-            f"the run directory {directory.path} cannot be read: {error}",
-            "a directory",
-            "--run-dir DIR",
+            "HT617.run-directory-cannot-read", directory=directory, error=error
         ) from None
     # Log files may be there first: a batch script opens them before any rank starts.
     logs = directory.logs.name if directory.logs.is_dir() else None
     other_files = [name for name in names if not name.startswith(".") and name != logs]
     if other_files:
         raise UsageError(
-            "HT618",
-            f"{directory.path} is not empty ({', '.join(other_files[:5])}), and no run is in it",
-            "an empty or new run directory",
-            "--run-dir DIR for another",
+            "HT618.empty-run", directory=directory, other_files=", ".join(other_files[:5])
         )
 
 

@@ -83,10 +83,9 @@ class RunJournal:
                 self.recorder = Recorder(self.directory, os.environ, context.opened, again, step)
             except OSError as error:
                 raise CheckpointError(
-                    "HT617",
-                    f"the run directory cannot be written: {error}",
-                    "a file system with room, which this user may write to",
-                    f"df -h {self.directory.path}; ls -ld {self.directory.path}",
+                    "HT617.run-directory-cannot-written",
+                    error=error,
+                    directory_path=self.directory.path,
                 ) from None
 
         on_rank_zero(context.backend, note)

@@ -34,12 +34,6 @@ def check(backend: Backend, roster: Roster) -> None:
         found = found or "gets a wrong sum of all ranks"
     for rank, said in enumerate(backend.all_gather_text(found)):
         if said:
-            error = StartError(
-                "HT318",
-                f"rank {rank} on {roster.host(rank)} {said}",
-                "the same numbers from every device and network",
-                f"leave the host out: #SBATCH --exclude={roster.host(rank)}",
-                "hpctrain doctor, on that host",
-            )
+            error = StartError("HT318.rank", rank=rank, host=roster.host(rank), said=said)
             error.reported_by_rank_0 = rank != backend.rank
             raise error

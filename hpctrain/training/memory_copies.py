@@ -192,9 +192,10 @@ class MemoryCopies:
         ):
             if free is not None and needed > _SHARE * free:
                 raise CheckpointError(
-                    "HT705",
-                    f"{needed / 1e6:.1f} MB more are needed in {what}, and {free / 1e6:.1f} MB "
-                    "are free",
+                    "HT705.more-needed-free",
+                    needed=needed / 1000000.0,
+                    what=what,
+                    free=free / 1000000.0,
                 )
 
     def _starts(self) -> list[tuple[int, int]]:

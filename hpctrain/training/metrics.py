@@ -274,12 +274,7 @@ def _head(step: int, epoch: int) -> dict[str, Any]:
 def no_number(name: str, value: Any) -> UsageError:
     """Return the error for a value that cannot be logged or summed."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return UsageError(
-        "HT602",
-        f"{name} is a {type(value).__name__}{shape}",
-        "a number, or a tensor of one element",
-        "its mean, or each element under a name of its own",
-    )
+    return UsageError("HT602.number-tensor-one", name=name, kind=type(value).__name__, shape=shape)
 
 
 def trim(directory: RunDirectory, keep: int) -> None:

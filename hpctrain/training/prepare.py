@@ -48,14 +48,7 @@ def check_compiler(options: Options, device: torch.device) -> None:
     """
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
     if options.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise UsageError(
-            "HT609",
-            f"--compile on a CPU, and there is no {' and no '.join(compilers)}",
-            "a C++ compiler, which torch.compile calls",
-            "apt-get install g++",
-            "module load gcc",
-            "leave --compile out",
-        )
+        raise UsageError("HT609.compile-cpu", compilers=" and no ".join(compilers))
 
 
 def prepare_model(model: nn.Module, context: Context) -> nn.Module:
@@ -111,13 +104,7 @@ def _checkpoint_activations(model: nn.Module, names: str | None) -> None:
     """
     blocks = find_blocks(model, names)
     if not blocks:
-        raise UsageError(
-            "HT609",
-            f"--activation-checkpointing, and no container of the {type(model).__name__} has "
-            "several modules of one class",
-            "blocks whose activations are computed again",
-            "--fsdp blocks=CLASS, with the class of the blocks",
-        )
+        raise UsageError("HT609.activation-checkpointing-container", kind=type(model).__name__)
     for block in blocks:
         block.forward = partial(activation_checkpoint, block.forward, use_reentrant=False)
     logger.info("the activations of %d blocks are computed again", len(blocks))
@@ -137,20 +124,10 @@ def _refuse_parts(model: nn.Module, unfilled: Sequence[str]) -> None:
     made = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if made:
         raise UsageError(
-            "HT624",
-            f"{unfilled[0]} of the {type(model).__name__} is on the meta device, {made[0]} is not",
-            "all parameters on the meta device, or none",
-            "with torch.device('meta'): model = …",
+            "HT624.meta-device", unfilled=unfilled, kind=type(model).__name__, made=made
         )
     if absent:
-        raise UsageError(
-            "HT624",
-            f"the buffer {absent[0]} of the {type(model).__name__} is on the meta device, and is "
-            "not in its state_dict()",
-            "values for it",
-            "with torch.device('cpu'): self.register_buffer(…, persistent=False)",
-            "self.register_buffer(…), which the file of weights then has to contain",
-        )
+        raise UsageError("HT624.buffer-meta-device", absent=absent, kind=type(model).__name__)
 
 
 def inner(model: nn.Module) -> nn.Module:

@@ -37,11 +37,9 @@ def _refuse_parameters(optimizer: Optimizer, context: Context) -> None:
     unprepared = [p for p in parameters_of(optimizer) if p not in known]
     if unprepared:
         raise UsageError(
-            "HT606",
-            f"{len(unprepared)} parameters of the {type(optimizer).__name__} are in no prepared "
-            "model, so each rank would keep its own gradients of them",
-            "parameters of prepared models",
-            "session.prepare(model, optimizer), with such parameters in a module",
+            "HT606.parameters-prepared-model",
+            number_of_unprepared=len(unprepared),
+            kind=type(optimizer).__name__,
         )
 
 

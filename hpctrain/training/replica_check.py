@@ -80,11 +80,7 @@ class ReplicaCheck:
         self._none = context.backend.world_size == 1 or context.backend.sharded
         if context.backend.sharded and self._every:
             raise UsageError(
-                "HT319",
-                f"--check-replicas-every {self._every} with --backend {context.backend.name}",
-                "ranks that all have the same weights",
-                "leave --check-replicas-every out",
-                "--backend ddp",
+                "HT319.check-replicas-every", every=self._every, backend_name=context.backend.name
             )
         if not self._none:
             self._plan(step, _WARM_UP)
@@ -217,15 +213,9 @@ class ReplicaCheck:
         if found is None:
             return
         unlike, what = found
-        error = ReplicaError(
-            "HT623",
-            f"after step {sums.step} {what}",
-            f"the same bits on all ranks, as after step {self._agreed}",
-            "go on from the newest checkpoint: in a job hpctrain run does it by itself, elsewhere "
-            "--resume",
-            "look for faults of the host's memory or GPU: hpctrain doctor, dmesg, nvidia-smi -q -d "
-            "ECC,ROW_REMAPPER; leave the host out if it happens again",
-        ).of_all(context.world.rank)
+        error = ReplicaError("HT623.after-step", sums=sums, what=what, agreed=self._agreed).of_all(
+            context.world.rank
+        )
         error.at_fault = context.world.rank in unlike
         raise error
 
@@ -269,14 +259,10 @@ class ReplicaCheck:
     def _wrong_use(self, sums: _Sums, seen: Sequence[Sequence[int]]) -> UsageError:
         unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
         return UsageError(
-            "HT612",
-            f"after step {sums.step} {ranks_text(unlike)} and rank 0 do not have the same weights: "
-            f"{self._first_unlike(sums, seen[0], seen[unlike[0]])}",
-            "that every gradient is averaged over the ranks, and that nothing else moves the "
-            "weights",
-            "session.step(loss) for the backward pass",
-            "make each optimizer of the parameters of prepared models",
-            "the same seed and the same steps on all ranks; docs/pitfalls.md has more",
+            "HT612.after-step-rank",
+            sums=sums,
+            ranks_text=ranks_text(unlike),
+            first_unlike=self._first_unlike(sums, seen[0], seen[unlike[0]]),
         )
 
     def _first_unlike(self, sums: _Sums, some: Sequence[int], others: Sequence[int]) -> str:

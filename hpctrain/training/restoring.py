@@ -106,10 +106,7 @@ def restore(
             logger.warning("the checkpoint has no %s for this rank; it starts anew", name)
         elif not plain_state.fill(thing, values[name]):
             raise UsageError(
-                "HT621",
-                f"the checkpoint's {name} does not fit the {type(thing).__name__} of the script",
-                "the same kind, and the same shape of a tensor",
-                "--run-dir DIR for another directory",
+                "HT621.checkpoint-does-fit-script", name=name, kind=type(thing).__name__
             )
     alike = len(state["ranks"]) == context.world.world_size
     saved = state["ranks"][context.world.rank] if alike else {}
@@ -207,21 +204,14 @@ def _compare(context: Context, directory: RunDirectory, position: Mapping[str, A
     """Compare this start with the one that wrote the checkpoint."""
     if position["global_batch"] != context.batches.global_batch:
         raise UsageError(
-            "HT620",
-            f"the run in {directory.path} has a global batch of "
-            f"{position['global_batch']}, this start one of {context.batches.global_batch}",
-            "the same global batch, so that its samples go on where they stopped",
-            f"--global-batch {position['global_batch']}",
+            "HT620.run-global-batch",
+            directory=directory,
+            position=position,
+            global_batch=context.batches.global_batch,
         )
     before, now = position["world_size"], context.world.world_size
     if before != now and not context.options.elastic:
-        raise UsageError(
-            "HT620",
-            f"the run in {directory.path} has {before} ranks, this start {now}",
-            "as many ranks again, so that its sums have the same order",
-            f"start {before} ranks",
-            f"--elastic, to go on with {now}",
-        )
+        raise UsageError("HT620.run-ranks-start", directory=directory, before=before, now=now)
 
 
 def _rates(context: Context) -> str:
@@ -234,21 +224,16 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
     """Load the state of each object."""
     if len(states) != len(things):
         raise UsageError(
-            "HT621",
-            f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
-            "the same script",
-            "--run-dir DIR for another directory",
+            "HT621.checkpoint-script-prepared",
+            number_of_states=len(states),
+            kind=kind,
+            number_of_things=len(things),
         )
     for thing, state in zip(things, states, strict=True):
         try:
             thing.load_state_dict(state)
         except ValueError as error:  # from an optimizer with other parameter groups
-            raise UsageError(
-                "HT621",
-                f"the checkpoint's {kind} does not fit that of the script: {error}",
-                "the same script, with the same groups of parameters",
-                "--run-dir DIR for another directory",
-            ) from None
+            raise UsageError("HT621.checkpoint-does-fit", kind=kind, error=error) from None
 
 
 def _load_newest(
@@ -294,7 +279,7 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
         state, damage = None, None
         try:
             if step not in found:
-                raise CheckpointError("HT707", f"no step {step} in {directory.checkpoints} here")
+                raise CheckpointError("HT707.step-here", step=step, directory=directory)
             opened = checkpoint.open_checkpoint(found[step], step, _PARTS, run=run)
             sharded_state.divide(context, opened.state)
             state = opened.read()
@@ -351,10 +336,9 @@ def _refuse_unlike(directory: RunDirectory, unlike: Sequence[bool], steps: Seque
     """Raise an error if ranks do not find the newest checkpoint that rank 0 finds."""
     if any(unlike):
         raise CheckpointError(
-            "HT622",
-            f"{sum(unlike)} of {len(unlike)} ranks do not find in "
-            f"{directory.path} the checkpoint that rank 0 finds"
-            + (f" (step {steps[-1]})" if steps else " (none)"),
-            "a run directory on a file system that all hosts share",
-            "--run-dir DIR",
+            "HT622.ranks-find-checkpoint",
+            unlike=sum(unlike),
+            number_of_unlike=len(unlike),
+            directory=directory,
+            detail=f" (step {steps[-1]})" if steps else " (none)",
         )

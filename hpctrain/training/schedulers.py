@@ -49,12 +49,7 @@ def attached(
             if scheduler.optimizer is optimizer:
                 name = f"{type(scheduler).__name__} of optimizer {number}"
                 if name in named:
-                    raise UsageError(
-                        "HT412",
-                        f"two schedulers of the kind {type(scheduler).__name__} for one optimizer",
-                        "schedulers of different kinds, or names for them",
-                        'session.run(state={"warm-up": first, "decay": second})',
-                    )
+                    raise UsageError("HT412.two-schedulers-kind", kind=type(scheduler).__name__)
                 named[name] = scheduler
     return named
 

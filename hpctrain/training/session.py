@@ -226,12 +226,7 @@ class Session(Collectives):
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
-                raise UsageError(
-                    "HT606",
-                    f"prepare() got a {type(thing).__name__}",
-                    "models (torch.nn.Module), optimizers (torch.optim.Optimizer) and DataLoaders",
-                    "session.loader(dataset) is for data sets",
-                )
+                raise UsageError("HT606.prepare-got", kind=type(thing).__name__)
         meet(self.backend, "session.prepare()")
         context = self._context
         prepared: list[Any] = list(things)

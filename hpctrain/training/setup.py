@@ -157,12 +157,7 @@ def _equip(
         deciding = {**options.deciding(), "--precision": numbers.name}
         return chosen, numbers, settings, consistency.entry(chosen, deciding)
     except RuntimeError as failure:  # from CUDA
-        raise StartError(
-            "HT615",
-            f"its GPU cannot be used: {first_line(failure)}",
-            "a GPU that works and is free",
-            "run nvidia-smi on that host, then hpctrain doctor",
-        ) from None
+        raise StartError("HT615.gpu-cannot-used", first_line=first_line(failure)) from None
 
 
 def _check(workers: int | str, roster: rendezvous.Roster) -> rendezvous.Answer:

@@ -57,12 +57,7 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
         elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             value = repr(thing) if isinstance(thing, (int, float, str, NoneType)) else "…"
             raise UsageError(
-                "HT616",
-                f'session.run(state={{"{name}": …}}) with a {type(thing).__name__}',
-                "what a resume can fill in place: a dict, list, tensor, random number generator, "
-                "or something with state_dict() and load_state_dict()",
-                f'mine = {{"{name}": {value}}}, and session.run(state={{"mine": mine}})',
-                "a class of your own with both methods",
+                "HT616.session-run-state", name=name, kind=type(thing).__name__, value=value
             )
 
 
@@ -84,13 +79,7 @@ def refuse_nonfinite(context: Context, step: int) -> None:
         unlike = torch.tensor(int(not finite), device=context.device)
         finite = int(backend.sum(unlike).item()) == 0
     if not finite:
-        raise NonFiniteError(
-            "HT613",
-            f"the weights are not finite any more at step {step}, so they are not kept",
-            "finite losses and gradients",
-            "--resume, with a lower learning rate, clip_norm= or --precision fp32; "
-            "it goes on from the checkpoint before",
-        ).of_all(context.world.rank)
+        raise NonFiniteError("HT613.weights-finite-any", step=step).of_all(context.world.rank)
 
 
 def refuse_streak(context: Context, ranks: float, step: int, saved: Position | None) -> None:
@@ -107,12 +96,12 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
     """
     most = context.options.max_nonfinite
     raise NonFiniteError(
-        "HT613",
-        f"{most} steps in a row overflowed or had no finite loss, "
-        f"on {ranks:.0f} of {context.world.world_size} ranks, before step {step}",
-        f"fewer in a row (--max-nonfinite {most})",
-        "--resume, with a lower learning rate, clip_norm= or --precision bf16; "
-        f"it goes on from step {saved.step if saved else 0}",
+        "HT613.steps-row-overflowed",
+        most=most,
+        ranks=ranks,
+        world_size=context.world.world_size,
+        step=step,
+        detail=saved.step if saved else 0,
     ).of_all(context.world.rank)
 
 

@@ -35,12 +35,7 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
             and no sums over them.
     """
     if backend.name == "dataparallel" and torch.cuda.device_count() > 1:
-        raise UsageError(
-            "HT408",
-            "--sync-batchnorm with --backend dataparallel, where each GPU has a part of the batch",
-            "a rank for each GPU",
-            "hpctrain run SCRIPT, with --backend ddp",
-        )
+        raise UsageError("HT408.sync-batchnorm-backend")
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if backend.world_size == 1:
         for _, layer in layers:
@@ -66,20 +61,9 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
 
 def _refuse(name: str, layer: _BatchNorm) -> None:
     if any(is_lazy(tensor) for tensor in [*layer.parameters(), *layer.buffers()]):
-        raise UsageError(
-            "HT408",
-            f"--sync-batchnorm, and {name} has no number of channels yet",
-            "a model that has processed a batch, or layers with num_features",
-            "model(batch) before session.prepare(model)",
-        )
+        raise UsageError("HT408.sync-batchnorm-number", name=name)
     if type(layer).forward not in _FORWARDS:
-        raise UsageError(
-            "HT408",
-            f"--sync-batchnorm, and {name} is a {type(layer).__name__} with a forward() of its own",
-            "one of torch's own classes of batch norm",
-            "nn.BatchNorm1d, 2d or 3d there",
-            "leave --sync-batchnorm out",
-        )
+        raise UsageError("HT408.sync-batchnorm-forward", name=name, kind=type(layer).__name__)
 
 
 class _SharedBackend:

@@ -201,11 +201,10 @@ class Run:
         self._own = resumed.own
         if self.step > self._most_steps:
             raise UsageError(
-                "HT614",
-                f"--max-steps {self._most_steps}, and the run is at step {self.step} already",
-                f"an end at step {self.step} or later",
-                f"--max-steps {2 * self.step}",
-                "leave --max-steps out",
+                "HT614.max-steps-run",
+                most_steps=self._most_steps,
+                step=self.step,
+                text=2 * self.step,
             )
         logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
@@ -228,13 +227,7 @@ class Run:
         options = self._context.options
         self._epochs = options.epochs or (None if options.max_steps else default)
         if self._epochs is None and options.max_steps is None:
-            raise UsageError(
-                "HT614",
-                "neither --epochs nor --max-steps is set",
-                "one",
-                "--epochs N",
-                "--max-steps N",
-            )
+            raise UsageError("HT614.neither-epochs-nor")
         if not self._batches:
             self._put_back_random()
         last = sys.maxsize if self._epochs is None else self._epochs
@@ -244,22 +237,10 @@ class Run:
             yield self.epoch
             self._settle()
             if self.step == before and self._epochs is None and not self._batches:
-                raise UsageError(
-                    "HT614",
-                    f"epoch {self.epoch + 1} had no batch, so --max-steps {options.max_steps} is "
-                    "never reached",
-                    "run.batches(loader) over a loader with samples",
-                )
+                raise UsageError("HT614.epoch-batch-max", epoch=self.epoch + 1, options=options)
             seen = self._batches - batches
             if self.step == before and seen and self._context.optimizers:
-                raise UsageError(
-                    "HT605",
-                    f"{seen} batches of epoch {self.epoch + 1}, and no optimizer step",
-                    "steps of a prepared optimizer, by which the run counts",
-                    "session.step(loss)",
-                    "session.backward(loss), then optimizer.step() of an optimizer that was given "
-                    "to session.prepare()",
-                )
+                raise UsageError("HT605.batches-epoch-optimizer", seen=seen, epoch=self.epoch + 1)
             if not self._cut_short:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
@@ -298,12 +279,7 @@ class Run:
             return
         self._settle()
         if self._begun:
-            raise UsageError(
-                "HT605",
-                f"run.batches() for the second time in epoch {self.epoch + 1}",
-                "once in each epoch, as the position in the epoch is that of one loader",
-                "for epoch in run.epochs(): for batch in run.batches(loader): …",
-            )
+            raise UsageError("HT605.run-batches-second", epoch=self.epoch + 1)
         self._begun = True
         context = self._context
         options, world = context.options, context.world
@@ -391,13 +367,7 @@ class Run:
             UsageError: the micro-batch does not come from `batches`.
         """
         if not self._context.in_body:
-            raise UsageError(
-                "HT605",
-                "a backward pass outside of run.batches(): the run would count no step, and "
-                "neither stop nor go on at the right sample",
-                "the batches of a training by way of the run",
-                "for batch in run.batches(loader): … session.step(loss)",
-            )
+            raise UsageError("HT605.backward-pass-outside")
         while self._later:
             self._later.pop()()
 
@@ -530,13 +500,7 @@ class Run:
         if self.finished:
             return
         if self._context.in_body and self._in_hand and not self._context.stepped:
-            raise UsageError(
-                "HT605",
-                "run.save() inside of run.batches(), where a step is under way",
-                "a place between two steps",
-                "if session.step(loss): run.save()",
-                "--checkpoint-every STEPS",
-            )
+            raise UsageError("HT605.run-save-inside")
         self._settle()  # for a loop that was left by a break
         if not self._context.in_body:
             self._drop_rest()

@@ -202,16 +202,7 @@ class DDP(ProcessGroup):
                 break
         else:
             shown = "parameters that the model no longer has"
-        return UsageError(
-            "HT310",
-            f"no gradient was computed for {shown}: the loss does not depend on them, so the ranks "
-            "wait for each other",
-            "a loss that depends on every trained parameter; the same layers as in "
-            "session.prepare()",
-            "--ddp find-unused-parameters (for parts that some steps leave out)",
-            "requires_grad_(False) for parameters that are not trained",
-            "--backend horovod",
-        )
+        return UsageError("HT310.gradient-computed-loss", shown=shown)
 
 
 # Buffers are synchronized before an evaluation, not in every step: so the only collective of a

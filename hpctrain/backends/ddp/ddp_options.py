@@ -33,32 +33,16 @@ def refuse_options(settings: BackendSettings, transport: str) -> None:
     own = settings.own
     name = own["compression"]
     if own["static_graph"] and settings.accumulate > 1:
-        raise UsageError(
-            "HT311",
-            f"--ddp static-graph, and {settings.accumulate} micro-batches accumulate",
-            "one of the two: torch learns the graph from the first backward pass, which then has "
-            "to exchange its gradients",
-            "remove static-graph from --ddp",
-            "--accumulate 1",
-        )
+        raise UsageError("HT311.ddp-static-graph", settings=settings)
     if name != "powersgd":
         for option, default in _POWERSGD_DEFAULTS.items():
             if own[option] != default:
                 setting = option.replace("_", "-")
                 raise UsageError(
-                    "HT311",
-                    f"--ddp {setting}={own[option]} with compression={name}",
-                    "compression=powersgd",
-                    f"--ddp compression=powersgd,{setting}={own[option]}",
-                    f"remove {setting} from --ddp",
+                    "HT311.ddp-compression", setting=setting, own=own[option], name=name
                 )
     if name == "bf16" and not dist.is_nccl_available():
-        raise UsageError(
-            "HT316",
-            "--ddp compression=bf16, and the installed torch was built without NCCL",
-            "a torch with NCCL, which torch's bf16 hook needs even with gloo",
-            "--ddp compression=fp16",
-        )
+        raise UsageError("HT316.ddp-compression-installed")
     if name == "powersgd":
         _refuse_powersgd(settings, transport)
 
@@ -66,29 +50,11 @@ def refuse_options(settings: BackendSettings, transport: str) -> None:
 def _refuse_powersgd(settings: BackendSettings, transport: str) -> None:
     own = settings.own
     if own["powersgd_start"] < _FIRST_START:
-        raise UsageError(
-            "HT311",
-            f"--ddp powersgd-start={own['powersgd_start']}",
-            f"{_FIRST_START} or more steps: before that torch rearranges the gradients, and "
-            "PowerSGD remembers what it left out of them",
-            f"--ddp compression=powersgd,powersgd-start={_FIRST_START}",
-        )
+        raise UsageError("HT311.ddp-powersgd-start", own=own)
     if settings.loss_scaled:
-        raise UsageError(
-            "HT313",
-            "--ddp compression=powersgd with a precision in which steps may overflow",
-            "a precision without a loss scale: PowerSGD adds what it left out of a gradient to "
-            "the next one, and an overflow would remain in it",
-            "--precision bf16",
-        )
+        raise UsageError("HT313.ddp-compression-powersgd")
     if transport == "gloo" and own["bucket_mb"] != _BUCKET_MB:
-        raise UsageError(
-            "HT311",
-            f"--ddp bucket-mb={own['bucket_mb']:g},compression=powersgd over gloo",
-            "one message for all gradients: torch's PowerSGD sends several messages in another "
-            "order on each rank, and gloo confuses them",
-            "remove bucket-mb from --ddp",
-        )
+        raise UsageError("HT311.ddp-bucket-compression", own=own)
 
 
 def check_model(model: nn.Module, name: str, transport: str) -> None:
@@ -106,30 +72,13 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
         return
     for where, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UsageError(
-                "HT312",
-                f"--ddp compression={name}, and {where or 'the model'} has sparse gradients",
-                "dense gradients, as torch compresses no sparse ones",
-                "sparse=False",
-                "remove compression from --ddp",
-            )
+            raise UsageError("HT312.ddp-compression-sparse", name=name, where=where or "the model")
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     half = _HALF.get(name)
     if half and not (torch.float32 in kinds and kinds <= {torch.float32, half}):
-        raise UsageError(
-            "HT312",
-            f"--ddp compression={name} for gradients in {_names(kinds)}",
-            "gradients in float32, and no type besides that and the compressed one: float64 would "
-            "lose precision, and other types would gain nothing",
-            "remove compression from --ddp",
-        )
+        raise UsageError("HT312.ddp-compression-gradients", name=name, names=_names(kinds))
     if name == "powersgd" and transport == "gloo" and len(kinds) > 1:
-        raise UsageError(
-            "HT312",
-            f"--ddp compression=powersgd over gloo for gradients in {_names(kinds)}",
-            "one type, so that one message has all gradients",
-            "remove compression from --ddp",
-        )
+        raise UsageError("HT312.ddp-compression-powersgd", names=_names(kinds))
 
 
 def _names(kinds: set[torch.dtype]) -> str:

@@ -39,13 +39,7 @@ class ProcessGroup(Backend):
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None:
         if dist.is_initialized():
-            raise UsageError(
-                "HT308",
-                "torch.distributed is initialized already",
-                "the Session initializes it",
-                "remove the script's own init_process_group()",
-                "close the earlier Session first",
-            )
+            raise UsageError("HT308.torch-distributed-initialized")
         self.device, self._rendezvous = device, rendezvous
         self.transport = transport_of(device)
         self._environment = Environment(os.environ)
@@ -95,13 +89,13 @@ class ProcessGroup(Backend):
         except (RuntimeError, ValueError) as error:
             self._put_back()
             raise RankMissingError(
-                "HT306",
-                f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
-                f"{own} within {start_timeout:.0f} s: {_named(error, rendezvous)}",
-                "a connection between all ranks",
-                "look for a firewall or a host that cannot be reached (hosts of the ranks: "
-                f"{', '.join(world.hosts or ())})",
-                "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
+                "HT306.torch-distributed-did",
+                world=world,
+                transport=self.transport,
+                own=own,
+                start_timeout=start_timeout,
+                named=_named(error, rendezvous),
+                hosts=", ".join(world.hosts or ()),
             ) from None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
@@ -197,11 +191,7 @@ class ProcessGroup(Backend):
         if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
             return None
         return RankLostError(
-            "HT309",
-            f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
-            "all ranks until the end of the run",
-            "look for the first error in the logs of the other ranks, and check their hosts",
-            "--resume (from the newest checkpoint; in a job, hpctrain run does so by itself)",
+            "HT309.rank-lost-another", rank=self.rank, named=_named(error, self._rendezvous)
         )
 
     def dump_to(self, folder: Path) -> tuple[str, str] | None:

@@ -45,10 +45,10 @@ class AgentStore:
             )
         except (RuntimeError, ValueError) as error:
             raise RankMissingError(
-                "HT304",
-                f"{self.where} does not answer within {timeout:.0f} s: {first_line(error)}",
-                "torchrun's first agent there",
-                "look for the first error of the torchrun on that host",
+                "HT304.does-answer-within",
+                where=self.where,
+                timeout=timeout,
+                first_line=first_line(error),
             ) from None
 
     def write(self, name: str, value: bytes) -> None:
@@ -94,12 +94,13 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
         )
     except (RuntimeError, ValueError):  # torch's message has an address that does not help
         raise RankMissingError(
-            "HT304",
-            f"rank {world.rank} on {roster.host(world.rank)} cannot open the store of "
-            f"rank 0 at {roster.addresses[0]} port {roster.port}, on {roster.host(0)}, "
-            f"within {timeout.total_seconds():.0f} s",
-            "the address that was used for the rendezvous",
-            "look for the first error in the log of rank 0, and whether its host can be reached",
+            "HT304.rank-cannot-open",
+            world=world,
+            host=roster.host(world.rank),
+            addresses=roster.addresses[0],
+            roster=roster,
+            host_2=roster.host(0),
+            total_seconds=timeout.total_seconds(),
         ) from None
 
 

@@ -59,11 +59,10 @@ class FSDP(ProcessGroup):
             counts = Counter(rendezvous.roster.host_names)
             if len(set(counts.values())) > 1:
                 raise UsageError(
-                    "HT319",
-                    "--fsdp hybrid, and "
-                    + ", ".join(f"{n} rank{'s' * (n > 1)} on {host}" for host, n in counts.items()),
-                    "the same number of ranks on each host",
-                    "remove hybrid from --fsdp",
+                    "HT319.fsdp-hybrid",
+                    counts=", ".join(
+                        (f"{n} rank{'s' * (n > 1)} on {host}" for host, n in counts.items())
+                    ),
                 )
             shape = (len(counts), world.world_size // len(counts))
             dimensions = ("replicate", "shard")
@@ -80,20 +79,13 @@ class FSDP(ProcessGroup):
         """
         if settings.precision not in _PRECISIONS:
             raise UsageError(
-                "HT319",
-                f"--backend fsdp with --precision {settings.precision}",
-                f"--precision {', '.join(_PRECISIONS[:-1])} or {_PRECISIONS[-1]}: a loss scale and "
-                "half-precision weights would have to be the same for all parts of a weight",
-                "--precision bf16",
-                "--backend ddp",
+                "HT319.backend-fsdp-precision",
+                settings=settings,
+                PRECISIONS=", ".join(_PRECISIONS[:-1]),
+                PRECISIONS_2=_PRECISIONS[-1],
             )
         if settings.own["offload"] and device.type == "cpu":
-            raise UsageError(
-                "HT319",
-                "--fsdp offload on a CPU",
-                "a GPU, whose weights wait in the memory of the host",
-                "remove offload from --fsdp",
-            )
+            raise UsageError("HT319.fsdp-offload-cpu")
 
     def _libraries(self) -> str:
         """Return NCCL alone, or gloo as well for weights that wait in the memory of the host."""
@@ -156,23 +148,10 @@ class FSDP(ProcessGroup):
             UsageError: the optimizer has a state of whole parameters, or needs whole weights.
         """
         if getattr(optimizer, "needs_whole_weights", False):
-            raise UsageError(
-                "HT319",
-                f"{type(optimizer).__name__} under --backend fsdp",
-                "an optimizer that treats each number of a weight alike: a rank does not know the "
-                "norms of whole weights",
-                "torch.optim.AdamW or SGD",
-                "--backend ddp",
-            )
+            raise UsageError("HT319.under-backend-fsdp", kind=type(optimizer).__name__)
         groups = optimizer.param_groups
         if optimizer.state and any(hasattr(p, "divided") for one in groups for p in one["params"]):
-            raise UsageError(
-                "HT319",
-                f"a {type(optimizer).__name__} that has a state already, under --backend fsdp",
-                "an optimizer that has not stepped, as its state is divided, too",
-                "optimizer.load_state_dict(…) after session.prepare(model, optimizer)",
-                "--resume (goes on with the state in the run directory)",
-            )
+            raise UsageError("HT319.state-already-under", kind=type(optimizer).__name__)
         for group in groups:
             group["params"] = [getattr(p, "divided", p) for p in group["params"]]
 

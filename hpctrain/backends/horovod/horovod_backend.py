@@ -67,11 +67,7 @@ class Horovod(Backend):
         self.mismatch_fixes = _MISMATCH_FIXES[over]
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError(
-                "HT307",
-                f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod supports only IPv4",
-                "an interface with an IPv4 address",
-                "export HPCTRAIN_INTERFACE=NAME",
-                "--backend ddp",
+                "HT307.rank-horovod-supports", addresses=rendezvous.roster.addresses[0]
             )
         self._environment = Environment(os.environ)
         self._trained: list[Trained] = []
@@ -151,14 +147,12 @@ class Horovod(Backend):
             raise lost
         world = self._rendezvous.world
         raise RankMissingError(
-            "HT306",
-            f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
-            + (f": {failed[0]}" if failed else ""),
-            "a connection between all ranks",
-            "look for a firewall or a host that cannot be reached (hosts of the ranks: "
-            f"{', '.join(world.hosts or ())})",
-            "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
-            "export HOROVOD_LOG_LEVEL=debug (for more messages)",
+            "HT306.horovod-did-connect",
+            world=world,
+            over=over,
+            limit=limit,
+            detail=f": {failed[0]}" if failed else "",
+            hosts=", ".join(world.hosts or ()),
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -168,12 +162,7 @@ class Horovod(Backend):
             UsageError: Horovod cannot average the type of a weight, or two models share weights.
         """
         if any(averager.has(p) for p in model.parameters() for averager in self._gradients):
-            raise UsageError(
-                "HT317",
-                "two prepared models share parameters, whose gradients would be averaged twice",
-                "each parameter in one model",
-                "session.prepare() for one module that has both",
-            )
+            raise UsageError("HT317.two-prepared-models")
         self.broadcast([*model.parameters(), *model.buffers()])
         self._trained.append(Trained(model))
         self._hook([(name, p) for name, p in model.named_parameters() if p.requires_grad])

@@ -271,12 +271,7 @@ class Liveness:
             parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:SHOWN]]
         if not parts:
             return None
-        return RankLostError(
-            "HT309",
-            "; ".join(parts),
-            "all ranks until the end of the run",
-            "look for the first error in the log of that rank, and whether its host is up",
-        )
+        return RankLostError("HT309.all-ranks-until", parts="; ".join(parts))
 
 
 def _sockets() -> dict[str, int]:

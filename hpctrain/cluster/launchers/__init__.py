@@ -65,12 +65,7 @@ def installed() -> tuple[Launcher, ...]:
     names = [launcher.name for launcher in table]
     for kind in entry_points.load(entry_points.LAUNCHERS, Launcher, names).values():
         if kind.before not in names:
-            raise UsageError(
-                "HT119",
-                f"the launcher {kind.name} of another package has before = {kind.before!r}",
-                f"one of {', '.join(names)}",
-                "correct that package",
-            )
+            raise UsageError("HT119.launcher-another-package", kind=kind, names=", ".join(names))
         place = next(n for n, launcher in enumerate(table) if launcher.name == kind.before)
         table.insert(place, kind())
     return tuple(table)
@@ -187,10 +182,9 @@ def _choose(env: Environ) -> Launcher:
         if launcher.name == name or (not name and launcher.matches(env)):
             return launcher
     raise UsageError(
-        "HT103",
-        f"{env_vars.LAUNCHER}={name!r}",
-        f"one of {', '.join(launcher.name for launcher in launchers)}",
-        f"unset {env_vars.LAUNCHER}",
+        "HT103.hpctrain-launcher",
+        name=name,
+        launchers=", ".join(launcher.name for launcher in launchers),
     )
 
 
@@ -223,13 +217,16 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 {c.source for c in theirs.values()} - {c.source for c in ours.values()}
             )
             raise ContradictionError(
-                "HT104",
-                f"{ours[field].source}={ours[field].value} ({launcher.name}) and "
-                f"{theirs[field].source}={theirs[field].value} ({other.name})",
-                f"one {field.replace('_', ' ')}",
-                f"unset {' '.join(unwanted)}",
-                f"env {env_vars.LAUNCHER}="
-                f"{other.name if _is_complete(other, env) else launcher.name} COMMAND",
+                "HT104.one",
+                source=ours[field].source,
+                value=ours[field].value,
+                launcher=launcher,
+                source_2=theirs[field].source,
+                value_2=theirs[field].value,
+                other=other,
+                replace=field.replace("_", " "),
+                unwanted=" ".join(unwanted),
+                detail=other.name if _is_complete(other, env) else launcher.name,
             )
 
 

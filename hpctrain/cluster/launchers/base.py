@@ -113,9 +113,7 @@ def host_list(env: Environ, name: str) -> tuple[str, ...]:
         return tuple(expand(env.get(name, "")))
     except UsageError as error:
         text = f"{name}: {error.found}"
-        raise ContradictionError.of_text(
-            error.code, text, error.expected, *error.fixes
-        ) from None
+        raise ContradictionError.of_text(error.code, text, error.expected, *error.fixes) from None
 
 
 def is_loopback(address: str) -> bool:
@@ -238,12 +236,12 @@ class Launcher:
             variables = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
             present = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name))
             raise ContradictionError(
-                "HT102",
-                f"{present or 'no value'}, but no {' and no '.join(map(' or '.join, names))}: "
-                f"{self.name} did not set {' and '.join(missing)}",
-                "all of rank, world size and local rank",
-                f"export {' '.join(f'{alternatives[0]}=…' for alternatives in names)}",
-                f"to train as a single process: env {env_vars.LAUNCHER}=none COMMAND",
+                "HT102.but-did-set",
+                present=present or "no value",
+                map=" and no ".join(map(" or ".join, names)),
+                name=self.name,
+                missing=" and ".join(missing),
+                names=" ".join(f"{alternatives[0]}=…" for alternatives in names),
             )
         try:
             world = World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
@@ -300,11 +298,12 @@ class Launcher:
         if is_loopback(address):
             name = env_vars.MAIN_ADDRESS if env.get(env_vars.MAIN_ADDRESS) else "MASTER_ADDR"
             raise ContradictionError(
-                "HT106",
-                f"{name}={address}, and the ranks of {self.name} are on "
-                f"{world.num_nodes or 'several'} hosts: on each of them this is the host itself",
-                "an address of rank 0's host that the others reach",
-                f"unset {name}"
+                "HT106.ranks-hosts-each",
+                name=name,
+                address=address,
+                name_2=self.name,
+                num_nodes=world.num_nodes or "several",
+                detail=f"unset {name}"
                 if self.knows_rank_0 or hosts_of_job(env)
                 else f"export {name}=HOST (the host of rank 0, the same on all ranks)",
             )
@@ -318,9 +317,7 @@ def port_in(env: Environ, name: str) -> int | None:
     """
     port = env_vars.number(env, name)
     if port is not None and not 0 <= port < 1 << 16:
-        raise ContradictionError(
-            "HT103", f"{name}={port}", "a port from 1 to 65535", f"unset {name}"
-        )
+        raise ContradictionError("HT103.port", name=name, port=port)
     return port or None
 
 
@@ -333,10 +330,5 @@ def _interface(env: Environ) -> str | None:
     ours, gloo = env.get(env_vars.INTERFACE), env.get(env_vars.GLOO_INTERFACE)
     first = (gloo or "").split(",")[0]
     if ours and gloo and ours != first:
-        raise ContradictionError(
-            "HT107",
-            f"{env_vars.INTERFACE}={ours} and {env_vars.GLOO_INTERFACE}={gloo}",
-            "one network interface",
-            f"unset {env_vars.GLOO_INTERFACE}",
-        )
+        raise ContradictionError("HT107.hpctrain-interface-gloo", ours=ours, gloo=gloo)
     return ours or first or None

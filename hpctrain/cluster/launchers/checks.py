@@ -41,12 +41,11 @@ def idle(
     intended = f"if this is intended: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
     if in_step and world.launcher == "torchrun" and (world.num_nodes or 1) < job.tasks:
         return UsageError(
-            "HT111",
-            f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
-            f"the group of this process has {world.num_nodes or 1}: several trainings at once",
-            "one agent on each host, all with the same rendezvous",
-            _ONE_TORCHRUN,
-            intended,
+            "HT111.tasks-step-job",
+            job=job,
+            world=world,
+            num_nodes=world.num_nodes or 1,
+            intended=intended,
         )
     if job.tasks <= world.world_size:
         return None
@@ -60,12 +59,12 @@ def idle(
             f"ask for as many tasks as ranks: {world.world_size}",
         ]
     return UsageError(
-        "HT110",
-        f"{situation}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job "
-        f"{job.label} are idle",
-        "a rank for each task",
-        *fixes,
-        intended,
+        "HT110.tasks-job-idle",
+        situation=situation,
+        tasks=job.tasks - world.world_size,
+        job=job,
+        fixes=fixes,
+        intended=intended,
     )
 
 
@@ -85,13 +84,12 @@ def elsewhere(
     if not hosts or not process.host or process.host.partition(".")[0] in hosts:
         return None
     return UsageError(
-        "HT118",
-        f"this host is {process.host}, and job {job.label} has {env['SLURM_JOB_NODELIST']}: the "
-        "training would use no host of the job",
-        "ranks on the hosts of the job",
-        f"hpctrain run {_program(process)}",
-        f"srun hpctrain run {_program(process)}",
-        f"if this is intended: env {env_vars.LAUNCHER}={world.launcher} COMMAND",
+        "HT118.host-job-training",
+        process=process,
+        job=job,
+        env=env["SLURM_JOB_NODELIST"],
+        program=_program(process),
+        world=world,
     )
 
 
@@ -99,12 +97,7 @@ def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     """Return an error for a manual start without a port, which could mix with another start."""
     if world.launcher != "env" or world.world_size == 1 or point.port:
         return None
-    return UsageError(
-        "HT102",
-        f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
-        "another port for each start, the same on all of its ranks",
-        "export MASTER_ADDR=… MASTER_PORT=…",
-    )
+    return UsageError("HT102.rank-world-size", world=world)
 
 
 def reset(world: World, env: Environ, process: Process) -> UsageError | None:
@@ -118,13 +111,7 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
     if world.launcher != "horovodrun" or value in ("", "0"):
         return None
     script = _program(process, "SCRIPT --elastic --global-batch N")
-    return UsageError(
-        "HT112",
-        f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
-        "--host-discovery-script, and would change the ranks of running processes",
-        "ranks that do not change; after the loss of a host, new processes that resume",
-        f"in a batch script of Slurm: exec hpctrain run --elastic {script}",
-    )
+    return UsageError("HT112.horovod-elastic-horovodrun", value=value, script=script)
 
 
 def _program(process: Process, otherwise: str = "SCRIPT") -> str:
@@ -153,14 +140,7 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
         batch_job = detect_job(ancestor.started)
         if batch_job is None or not batch_job.tasks or batch_job.tasks == 1:
             return None
-    return UsageError(
-        "HT108",
-        f"no launcher's variable is set, but this process descends from {ancestor.program} (pid "
-        f"{ancestor.pid}): a container, sudo or env -i dropped the environment",
-        f"the variables of {ancestor.launcher}, or every rank would train alone",
-        "pass the environment on (apptainer exec without --cleanenv, sudo -E)",
-        f"to train alone: env {env_vars.LAUNCHER}=none COMMAND",
-    )
+    return UsageError("HT108.launcher-variable-set", ancestor=ancestor)
 
 
 def stale(name: str, others: Sequence[str], process: Process) -> UsageError | None:
@@ -175,13 +155,7 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
     # A launcher that is never visible among the ancestors may run inside the one that is.
     if ancestor is None or ancestor.launcher not in others or name not in LAUNCHING.values():
         return None
-    return UsageError(
-        "HT104",
-        f"the variables of {name} are set, but {ancestor.program} (pid {ancestor.pid}) started "
-        f"this process and set those of {ancestor.launcher}: {name} started an outer process",
-        f"the variables of {ancestor.launcher} alone",
-        f"env {env_vars.LAUNCHER}={ancestor.launcher} COMMAND",
-    )
+    return UsageError("HT104.variables-set-but", name=name, ancestor=ancestor)
 
 
 def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
@@ -192,12 +166,4 @@ def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
         env.get(c.source) != parent_env.get(c.source) for c in (rank, size)
     ):
         return None
-    return UsageError(
-        "HT109",
-        "this process was started by multiprocessing (mp.spawn, Process, Pool), and its place is "
-        f"that of its parent: rank {rank.value} ({rank.source})",
-        "ranks that a launcher starts, each with its own variables",
-        "hpctrain run --nproc-per-node N SCRIPT",
-        "hpctrain.spawn(FUNCTION, N)",
-        f"to train alone: env {env_vars.LAUNCHER}=none COMMAND",
-    )
+    return UsageError("HT109.process-started-multiprocessing", rank=rank)

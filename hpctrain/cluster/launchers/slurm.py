@@ -129,12 +129,7 @@ def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
     if not job or "SLURM_HET_SIZE" in env or set(hosts) <= set(job):
         return
     raise ContradictionError(
-        "HT104",
-        f"SLURM_STEP_NODELIST={env['SLURM_STEP_NODELIST']} and "
-        f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}",
-        "the hosts of a step among those of its job; a job that was submitted from inside of a "
-        "step inherits that step's variables",
-        "unset ${!SLURM_STEP_*}, and start the ranks with srun",
+        "HT104.slurm-step-nodelist", env=env["SLURM_STEP_NODELIST"], env_2=env["SLURM_JOB_NODELIST"]
     )
 
 
@@ -148,12 +143,7 @@ def expand_counts(text: str, name: str) -> list[int]:
     for piece in text.split(","):
         match = _COUNT.match(piece)
         if match is None:
-            raise ContradictionError(
-                "HT103",
-                f"{name}={text[:200]!r}",
-                "tasks per node such as 2(x3),1",
-                _FIX,
-            )
+            raise ContradictionError("HT103.tasks-per-node", name=name, text=text[:200])
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -169,18 +159,9 @@ def _tasks_here(text: str, claims: Claims) -> int:
     node: int = claims["node_rank"].value
     if not 0 <= node < len(counts):
         raise ContradictionError(
-            "HT101",
-            f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={text} ({len(counts)} nodes)",
-            "a node id below the number of nodes",
-            _FIX,
+            "HT101.slurm-nodeid-slurm", node=node, text=text, number_of_counts=len(counts)
         )
     size = claims.get("world_size")
     if size is not None and sum(counts) != size.value:
-        raise ContradictionError(
-            "HT101",
-            f"{size.source}={size.value} and SLURM_STEP_TASKS_PER_NODE={text} "
-            f"({sum(counts)} tasks)",
-            "the same number of tasks in both",
-            _FIX,
-        )
+        raise ContradictionError("HT101.slurm-step-tasks", size=size, text=text, counts=sum(counts))
     return counts[node]

@@ -52,12 +52,7 @@ class Adopted:
             UsageError: the optimizer was adopted before.
         """
         if hasattr(optimizer, "_amp"):
-            raise UsageError(
-                "HT413",
-                f"amp.initialize() got the same {type(optimizer).__name__} again",
-                "each optimizer once",
-                "one amp.initialize([model1, model2], [optimizer1, optimizer2])",
-            )
+            raise UsageError("HT413.amp-initialize-got", kind=type(optimizer).__name__)
 
     @classmethod
     def of(cls, optimizer: Any) -> "Adopted":
@@ -68,13 +63,7 @@ class Adopted:
         """
         known = getattr(optimizer, "_amp", None)
         if not isinstance(known, cls):
-            raise UsageError(
-                "HT413",
-                f"amp.scale_loss() got a {type(optimizer).__name__} that is not from "
-                "amp.initialize()",
-                "optimizers from amp.initialize(), one or a list of them",
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
-            )
+            raise UsageError("HT413.amp-scale-loss", kind=type(optimizer).__name__)
         return known
 
     def prepare(self) -> None:
@@ -110,19 +99,9 @@ class Adopted:
             UsageError: a closure is given, or the gradients are still scaled.
         """
         if closure is not None:
-            raise UsageError(
-                "HT415",
-                "optimizer.step(closure) under amp",
-                "a step without a closure, as Apex has it: it would go backward without a scale",
-                "optimizer.step()",
-            )
+            raise UsageError("HT415.optimizer-step-closure")
         if self.scaled:
-            raise UsageError(
-                "HT416",
-                "optimizer.step() after amp.scale_loss(…, delay_unscale=True)",
-                "delay_unscale=False in the last backward pass before a step",
-                "delay_unscale=(i + 1) % accumulate != 0",
-            )
+            raise UsageError("HT416.optimizer-step-after")
         # Learning rate schedules warn if there was no step. A skipped step counts for them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         result = None if self.skip else self._plain["step"]()

@@ -87,9 +87,7 @@ def initialize(
         return given
     settled = settle(opt_level, properties)
     if num_losses < 1:
-        raise UsageError(
-            "HT414", f"amp.initialize(…, num_losses={num_losses})", "1 or more", "num_losses=1"
-        )
+        raise UsageError("HT414.amp-initialize-num", num_losses=num_losses)
     for model in model_list:
         conversion.check(model)
     for optimizer in optimizer_list:
@@ -111,10 +109,10 @@ def _listed(name: str, things: Any, kind: type) -> list[Any]:
     found = things if isinstance(things, list) else [things]
     if not all(isinstance(thing, kind) for thing in found):
         raise UsageError(
-            "HT413",
-            f"amp.initialize() got {name} of {', '.join(type(t).__name__ for t in found)}",
-            f"a {kind.__name__}, or a list of them",
-            "amp.initialize(model, optimizer, opt_level=…)",
+            "HT413.amp-initialize-got-2",
+            name=name,
+            found=", ".join(type(t).__name__ for t in found),
+            kind_name=kind.__name__,
         )
     return found
 
@@ -149,18 +147,13 @@ def scale_loss(
         yield loss
         return
     if delay_overflow_check:
-        raise UsageError(
-            "HT415",
-            "amp.scale_loss(…, delay_overflow_check=True)",
-            "an overflow check before each step",
-            "leave delay_overflow_check out",
-        )
+        raise UsageError("HT415.amp-scale-loss")
     if not 0 <= loss_id < len(state.scales):
         raise UsageError(
-            "HT414",
-            f"amp.scale_loss(…, loss_id={loss_id})",
-            f"a number below num_losses, which is {len(state.scales)}",
-            f"amp.initialize(…, num_losses={loss_id + 1})",
+            "HT414.amp-scale-loss",
+            loss_id=loss_id,
+            number_of_scales=len(state.scales),
+            loss_id_2=loss_id + 1,
         )
     scale = state.scales[loss_id]
     chosen = optimizers if isinstance(optimizers, list) else [optimizers]
@@ -205,12 +198,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     scales = _started("amp.load_state_dict()").scales
     strange = [name for name in state_dict if not name.startswith("loss_scaler")]
     if strange:
-        raise UsageError(
-            "HT417",
-            f"amp.load_state_dict() got {', '.join(strange)}",
-            "loss_scaler0, loss_scaler1, …, as amp.state_dict() gives them",
-            'amp.load_state_dict(checkpoint["amp"])',
-        )
+        raise UsageError("HT417.amp-load-state", strange=", ".join(strange))
     if len(state_dict) != len(scales):
         logger.warning(
             "the checkpoint has the scales of %d losses, amp.initialize() got num_losses=%d",
@@ -223,10 +211,5 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 def _started(call: str) -> _State:
     if _state is None:
-        raise UsageError(
-            "HT413",
-            f"{call} before amp.initialize()",
-            "models and optimizers from amp.initialize()",
-            "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
-        )
+        raise UsageError("HT413.before-amp-initialize", call=call)
     return _state

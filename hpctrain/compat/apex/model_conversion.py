@@ -91,20 +91,10 @@ def check(model: nn.Module) -> None:
         UsageError: the model is already wrapped, or has tensors in half precision.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UsageError(
-            "HT413",
-            f"amp.initialize() got a model inside of {type(model).__name__}",
-            "the model itself, which is wrapped afterwards",
-            "amp.initialize(model, optimizer), then DistributedDataParallel(model)",
-        )
+        raise UsageError("HT413.amp-initialize-got-model", kind=type(model).__name__)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dtype == torch.float16:
-            raise UsageError(
-                "HT404",
-                f"amp.initialize() got a {type(model).__name__} whose {name} is in half precision",
-                "a model in fp32, whatever the opt_level",
-                "remove model.half()",
-            )
+            raise UsageError("HT404.amp-initialize-got", kind=type(model).__name__, name=name)
 
 
 def convert(

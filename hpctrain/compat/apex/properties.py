@@ -77,7 +77,7 @@ def settle(level: str, given: Mapping[str, Any]) -> Properties:
     """
     if level not in _LEVELS:
         expected = "O0, O1, O2 or O3, with the letter O"
-        raise UsageError("HT414", f"opt_level={level!r}", expected, 'opt_level="O1"')
+        raise UsageError("HT414.opt-level", level=level, expected=expected)
     own, chosen = _LEVELS[level], {name: v for name, v in given.items() if v is not None}
     scale = _scale(chosen.pop("loss_scale", own.loss_scale))
     for name, value in chosen.items():
@@ -86,10 +86,13 @@ def settle(level: str, given: Mapping[str, Any]) -> Properties:
         values = _SUPPORTED[level].get(name, ())
         if value not in values:
             raise UsageError(
-                "HT414",
-                f"{name}={value!r} with opt_level {level}",
-                " or ".join(map(repr, values)) if values else f"{level} without this argument",
-                f"leave {name} out",
+                "HT414.opt-level-2",
+                name=name,
+                value=value,
+                level=level,
+                detail=" or ".join(map(repr, values))
+                if values
+                else f"{level} without this argument",
             )
     keep = _BOOLS.get(chosen.get("keep_batchnorm_fp32"), own.keep_batchnorm_fp32)
     return replace(
@@ -110,7 +113,7 @@ def _scale(value: float | str) -> float | str:
         number = math.nan
     if not 0 < number < math.inf:
         expected = 'a number above 0, or "dynamic"'
-        raise UsageError("HT414", f"loss_scale={value!r}", expected, 'loss_scale="dynamic"')
+        raise UsageError("HT414.loss-scale", value=value, expected=expected)
     return number
 
 
@@ -128,5 +131,5 @@ def refuse(call: str, given: Mapping[str, Any], supported: Mapping[str, Any]) ->
     for name, only in supported.items():
         if only is not ANY and given.get(name, only) != only:
             found = f"{call}(…, {name}={given[name]})"
-            raise UsageError("HT415", found, f"{name}={only}", f"leave {name} out")
+            raise UsageError("HT415.refuse", found=found, name=name, only=only)
     return {name: value for name, value in given.items() if name not in supported}

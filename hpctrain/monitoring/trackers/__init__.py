@@ -45,20 +45,16 @@ def find(text: str | None) -> dict[str, type[Tracker]]:
         if tracker is None:
             known = [*TRACKERS, *(one.name for one in entry_points.found(entry_points.TRACKERS))]
             raise UsageError(
-                "HT652",
-                f"--track {text}: no tracker is called {name!r}",
-                f"one or several of {', '.join(known)}",
-                f"--track {nearest(name, known) or known[0]}",
+                "HT652.track-tracker-called",
+                text=text,
+                name=name,
+                known=", ".join(known),
+                nearest=nearest(name, known) or known[0],
             )
         found[name] = tracker
         if tracker.package and not _installed(tracker.package):
             wanted = f"'hpctrain[{name}]'" if name in TRACKERS else tracker.package
-            raise UsageError(
-                "HT651",
-                f"--track {name}, but its package is not installed",
-                f"a {tracker.package} that can be imported",
-                f"pip install {wanted}",
-            )
+            raise UsageError("HT651.track-but-package", name=name, tracker=tracker, wanted=wanted)
     return found
 
 

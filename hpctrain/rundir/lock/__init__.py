@@ -86,17 +86,9 @@ class Lock:
                         return cls(directory, this_start, clock)
         except OSError as error:
             raise UsageError(
-                "HT702",
-                f"the run directory {directory.path} cannot be locked: {error}",
-                "a place that can be written",
-                "--run-dir DIR",
+                "HT702.run-directory-cannot", directory=directory, error=error
             ) from None
-        raise UsageError(
-            "HT703",
-            f"several starts lock {directory.path} at the same time, and another one was first",
-            "one start at a time in a run directory",
-            "--run-dir DIR for another directory",
-        )
+        raise UsageError("HT703.several-starts-lock", directory=directory)
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
@@ -127,10 +119,7 @@ class Lock:
             found = look(self._path)
         except OSError as error:
             raise CheckpointError(
-                "HT702",
-                f"the owner of the run directory cannot be read: {error}",
-                f"{self._path}, as this start wrote it",
-                f"ls -l {self._path}",
+                "HT702.owner-run-directory", error=error, path=self._path
             ) from None
         if found and found.owner and found.owner.token == self._owner.token:
             return
@@ -140,13 +129,7 @@ class Lock:
             reason = f"{self._path} is {found.foreign}"
         else:
             reason = f"{self._path.parent} now belongs to {found.owner}"
-        raise ReplacedError(
-            "HT704",
-            f"fenced off: {reason}; this start ({self._owner}) saves nothing more",
-            "no other start takes the directory while this start runs",
-            "leave the directory to the newer start",
-            "start again with --resume when the newer start has ended",
-        )
+        raise ReplacedError("HT704.fenced-off-start", reason=reason, owner=self._owner)
 
     def _heartbeat(self) -> None:
         while not self._end.wait(_HEARTBEAT):

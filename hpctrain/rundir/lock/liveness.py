@@ -36,24 +36,11 @@ def refuse_if_alive(found: Seen, this_start: Owner, path: Path, env: Mapping[str
         why = f"last heartbeat {age:.0f} s ago"
     if owner is None:
         if alive:
-            raise UsageError(
-                "HT703",
-                f"{path} is {found.foreign}, {age:.0f} s old",
-                "a lock file that hpctrain wrote, or none",
-                f"rm -r {path} (where no other start has the directory)",
-                "--run-dir DIR",
-            )
+            raise UsageError("HT703.old", path=path, found=found, age=age)
         logger.warning("%s is %s, %.0f s old, and is replaced", path, found.foreign, age)
     elif alive:
         end = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
-        raise UsageError(
-            "HT703",
-            f"{path.parent} is taken: {owner} ({why})",
-            "a run directory that no other start has",
-            "--run-dir DIR for another",
-            f"{end} (to end that start)",
-            f"rm {path} (where it is surely dead)",
-        )
+        raise UsageError("HT703.taken", path=path, owner=owner, why=why, end=end)
     else:
         logger.info("takes over %s from %s: %s", path.parent, owner, why)
 

@@ -51,21 +51,10 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
 
 def _refuse(sizes: Sequence[int], world: int) -> None:
     if world == 1:
-        raise UsageError(
-            "HT903",
-            "bench allreduce of one rank: there is no other rank to communicate with",
-            "two ranks or more",
-            "srun -n 2 hpctrain bench allreduce",
-            "hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce",
-        )
+        raise UsageError("HT903.bench-allreduce-one")
     odd = [size for size in sizes if size % _NUMBER]
     if odd:
-        raise UsageError(
-            "HT902",
-            f"--sizes {odd[0]}",
-            "multiples of 4, as a number in float32 has 4 bytes",
-            "--sizes 4,1MB",
-        )
+        raise UsageError("HT902.sizes", odd=odd)
 
 
 def _of_size(session: Session, size: int, seconds: float) -> Times:

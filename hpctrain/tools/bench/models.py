@@ -30,12 +30,7 @@ def choose(given: str | None, device: torch.device) -> str:
     if given is None:
         return _LARGE if device.type == "cuda" and find_spec("torchvision") else SMALL
     if given != SMALL and given not in (names := _zoo().list_models(module=_zoo())):
-        raise UsageError(
-            "HT906",
-            f"--model {given}",
-            "a model of torchvision.models, or small",
-            f"--model {nearest(given, names) or _LARGE}",
-        )
+        raise UsageError("HT906.model", given=given, nearest=nearest(given, names) or _LARGE)
     return given
 
 
@@ -78,10 +73,4 @@ def _zoo() -> ModuleType:
     try:
         return importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError, OSError) as error:  # or it was built for another torch
-        raise UsageError(
-            "HT905",
-            f"torchvision, which has the model, cannot be imported on this host: {error}",
-            "the same torchvision on all hosts, for the installed torch",
-            "pip install 'hpctrain[vision]'",
-            "--model small",
-        ) from None
+        raise UsageError("HT905.torchvision-model-cannot", error=error) from None

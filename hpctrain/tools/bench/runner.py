@@ -127,9 +127,4 @@ def _save(path: str | None, record: dict[str, Any]) -> None:
 
 
 def _cannot_write(path: str, reason: str) -> UsageError:
-    return UsageError(
-        "HT904",
-        f"--json {path} cannot be written: {reason}",
-        "a new file or one to replace, in a folder with write access and room",
-        "--json FILE",
-    )
+    return UsageError("HT904.json-cannot-written", path=path, reason=reason)

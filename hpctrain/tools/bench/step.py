@@ -167,10 +167,11 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
         own = _measure(session, model, arguments.seconds)
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            "HT907",
-            f"no room for a step of {model} with {size} samples: {first_line(error)}",
-            "a step that fits the memory of the device",
-            f"--batch-size {max(size // 2, 1)}",
+            "HT907.room-step-samples",
+            model=model,
+            size=size,
+            first_line=first_line(error),
+            size_2=max(size // 2, 1),
         ) from None
     ranks = session.backend.gather_object(own)
     if not session.is_main:

@@ -132,7 +132,7 @@ def _differences(roster: Roster) -> list[Finding]:
     from hpctrain.rendezvous import consistency
 
     return [
-        Finding.of(difference.subject, difference, bool(difference.wrong))
+        Finding.of(difference.subject, difference.error, difference.wrong)
         for difference in consistency.differences(roster.entries, roster.host_names)
     ]
 

@@ -5,14 +5,11 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from hpctrain.cluster.texts import listed, printable, ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError
-
-if TYPE_CHECKING:
-    from hpctrain.rendezvous.consistency import Difference
 
 __all__ = ["Finding", "Report", "merged", "problem", "text", "to_send", "warning"]
 
@@ -48,12 +45,12 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, subject: str, cause: "HpctrainError | Difference", stops: bool = True) -> Self:
-        """Return the finding with the texts of an error, or of a difference between ranks.
+    def of(cls, subject: str, cause: HpctrainError, stops: bool = True) -> Self:
+        """Return the finding with the texts of an error.
 
         Args:
             subject: subject of the check.
-            cause: the error or difference.
+            cause: the error.
             stops: whether it is a problem, else a warning.
         """
         level = PROBLEM if stops else WARNING

@@ -58,13 +58,7 @@ def build(
         HpctrainError: a requirement is missing, or a step failed.
     """
     if importlib.util.find_spec("pip") is None:
-        raise HpctrainError(
-            "HT910",
-            f"{sys.executable} has no pip",
-            "pip, to download and install",
-            f"{sys.executable} -m ensurepip",
-            "uv pip install pip",
-        )
+        raise HpctrainError("HT910.pip", sys=sys)
     # Horovod's build reads Horovod's variables too. Of them, keep only the NCCL that the user set.
     env = {
         name: value
@@ -147,18 +141,13 @@ def _install(path: Path, plan: Plan, env: Mapping[str, str], print_line: PrintLi
             command = wheel.pip("install", "-q", *options, str(path))
             if code := wheel.run(command, env, log, print_line):
                 raise HpctrainError(
-                    "HT917",
-                    f"pip did not install {path}: exit code {code}{wheel.excerpt(log)}",
-                    f"write access to the environment of {sys.executable}",
-                    "python3 -m venv --system-site-packages VENV, and an hpctrain in it",
-                    f"hpctrain horovod build --wheel-only, and pip install --user {path}",
+                    "HT917.pip-did-install",
+                    path=path,
+                    code=code,
+                    excerpt=wheel.excerpt(log),
+                    sys=sys,
                 )
     wrong, facts = _examine(plan, env)
     if wrong:
-        raise HpctrainError(
-            "HT918",
-            f"the Horovod of {path} {wrong}",
-            "two ranks of this machine that compute a sum",
-            f"rm -r {path.parent}, and build it again",
-        )
+        raise HpctrainError("HT918.horovod", path=path, wrong=wrong)
     print_line(f"installed Horovod {_described(facts)}")

@@ -87,12 +87,7 @@ def ask_torch(env: Mapping[str, str]) -> Torch:
         reason = str(error)
     except (ValueError, TypeError, IndexError):
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    raise HpctrainError(
-        "HT910",
-        f"import torch fails: {reason}",
-        "an installed torch, for which Horovod is built",
-        f"{sys.executable} -m pip install torch",
-    )
+    raise HpctrainError("HT910.import-torch-fails", reason=reason, sys=sys)
 
 
 def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str]) -> Plan:
@@ -107,14 +102,7 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str]) -
         if cuda:
             built = f"is built with CUDA {torch.cuda}" if torch.cuda else "is no CUDA build"
             nvcc = f"nvcc is {toolkit.version}" if toolkit else "nvcc is missing"
-            raise UsageError(
-                "HT911",
-                f"torch {torch.version} {built}, {nvcc}",
-                "for --cuda: a CUDA toolkit with the CUDA of torch",
-                "module load cuda",
-                "export CUDA_HOME=FOLDER",
-                "hpctrain horovod build --cpu",
-            )
+            raise UsageError("HT911.torch", torch=torch, built=built, nvcc=nvcc)
         toolkit = None
     return Plan(torch, toolkit, *(_find_mpi(env) if mpi else ()))
 
@@ -136,14 +124,7 @@ def _find_mpi(env: Mapping[str, str]) -> tuple[str, str]:
     path = f"{home}/bin" if home else env.get("PATH")
     if compiler := shutil.which("mpicxx", path=path):
         return compiler, _output([compiler, "-show"], env)
-    raise HpctrainError(
-        "HT911",
-        f"found no mpicxx ({f'MPI_HOME={home}' if home else 'on the PATH'})",
-        "for --mpi: an MPI with its compiler",
-        "on Debian or Ubuntu: sudo apt-get install libopenmpi-dev openmpi-bin",
-        "on a cluster: module load openmpi",
-        "export MPI_HOME=FOLDER",
-    )
+    raise HpctrainError("HT911.found-mpicxx", detail=f"MPI_HOME={home}" if home else "on the PATH")
 
 
 def _output(command: list[str], env: Mapping[str, str]) -> str:
@@ -196,11 +177,4 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
                     return
                 lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
                 reason = f"{compiler} does not compile C++{standard}: {lines[0]}"
-    raise HpctrainError(
-        "HT912",
-        reason,
-        f"make, Python's headers and a compiler for C++{standard} (C++20: GCC 11)",
-        "on Debian or Ubuntu: sudo apt-get install g++ make python3-dev",
-        "on a cluster: module load gcc",
-        "export CXX=PATH CC=PATH",
-    )
+    raise HpctrainError("HT912.make-python-headers", reason=reason, standard=standard)

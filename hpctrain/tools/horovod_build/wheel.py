@@ -106,11 +106,7 @@ def _build(
 
 def _unwritable(folder: Path, error: OSError, *fixes: str) -> HpctrainError:
     return HpctrainError(
-        "HT916",
-        f"cannot write {folder}: {error.strerror or error}",
-        "room in the cache, $HPCTRAIN_CACHE or ~/.cache/hpctrain, for a wheel of Horovod",
-        "export HPCTRAIN_CACHE=FOLDER",
-        *fixes,
+        "HT916.cannot-write", folder=folder, strerror=error.strerror or error, fixes=fixes
     )
 
 
@@ -129,13 +125,7 @@ def _compile(
     ):
         if code := run(pip(*words), env, log, print_line):
             raise HpctrainError(
-                "HT913",
-                f"pip could not download the packages: exit code {code}{excerpt(log)}",
-                "a package index that pip can reach",
-                "on a cluster: hpctrain horovod build --wheel-only on a login node",
-                "with a proxy: export HTTPS_PROXY=URL",
-                "with a mirror: pip config set global.index-url URL",
-                f"look at the whole log: {log}",
+                "HT913.pip-could-download", code=code, excerpt=excerpt(log), log=log
             )
     for archive in work.glob("horovod-*.tar.gz"):
         shutil.unpack_archive(archive, work)
@@ -147,12 +137,7 @@ def _compile(
     code = run(pip("wheel", *options, str(folder)), env, log, print_line)
     wheel = next(wheels.glob("*.whl"), None)
     if code != 0 or wheel is None:
-        raise HpctrainError(
-            "HT915",
-            f"the build of Horovod ended with exit code {code}{excerpt(log)}",
-            "",
-            f"look at the whole log: {log}",
-        )
+        raise HpctrainError("HT915.build-horovod-ended", code=code, excerpt=excerpt(log), log=log)
     return wheel
 
 
@@ -181,12 +166,7 @@ def patch(folder: Path, plan: Plan, standard: int, env: Mapping[str, str]) -> No
             new = new.replace(f"@{name}@", str(value))
         content = file.read_text() if file.is_file() else ""
         if old not in content:
-            raise HpctrainError(
-                "HT914",
-                f"Horovod's {change['file']} has no {old!r}",
-                f"the source package of Horovod {VERSION} as it was released",
-                "pip cache remove horovod, and check where pip finds it: pip config list",
-            )
+            raise HpctrainError("HT914.horovod", change=change, old=old)
         file.write_text(content.replace(old, new))
 
 

@@ -86,11 +86,5 @@ def convert_syncbn_model(
     """
     del channel_last
     if not torch.cuda.is_available():
-        raise UsageError(
-            "HT408",
-            "convert_syncbn_model() on a machine where torch sees no GPU",
-            "a GPU for each rank, as torch's SyncBatchNorm has",
-            "a Session with --sync-batchnorm (it works on CPUs)",
-            "leave convert_syncbn_model() out",
-        )
+        raise UsageError("HT408.convert-syncbn-model")
     return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-any-return, no-untyped-call]
