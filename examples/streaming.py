@@ -14,7 +14,7 @@ from hpctrain.data import digits
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader
-except ImportError:  # a resumed run then reads the earlier batches of its epoch again
+except ImportError:  # with --workers, a resumed run then reads the batches of its epoch again
     from torch.utils.data import DataLoader
 
 

@@ -33,5 +33,4 @@ trap '' USR2 # until hpctrain run handles it
 [ ! -r "$HPCTRAIN_SITE" ] || . "$HPCTRAIN_SITE" || true
 [ ! -r .venv/bin/activate ] || . .venv/bin/activate
 
-exec hpctrain run examples/cifar10.py --data data/cifar10 \
-    --global-batch 128 --workers auto "$@"
+exec hpctrain run examples/cifar10.py --data data/cifar10 --global-batch 128 --workers auto "$@"

@@ -30,6 +30,7 @@ sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 PARTS = {
     "accelerate": "pip install accelerate",
     "browser": "apt-get install chromium-headless-shell",
+    "datasets": "pip install datasets",
     "gpu": "a machine with an NVIDIA GPU and its driver",
     "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
     "lightning_fabric": "pip install lightning-fabric",
@@ -46,10 +47,12 @@ PARTS = {
     "slurm": "root, and apt-get install slurm-wlm munge iproute2",
     "ssh": "apt-get install openssh-server",
     "strace": "apt-get install strace",
+    "streaming": "pip install --no-deps mosaicml-streaming",
     "submitit": "pip install submitit",
     "timm": "pip install timm",
     "torchao": "pip install torchao",
     "torchdata": "pip install torchdata",
+    "webdataset": "pip install webdataset",
 }
 # Properties of a machine, programs without a Debian package, and packages whose programs are tried:
 # --strict-parts does not need them.
@@ -325,7 +328,8 @@ def no_leaks(request, tmp_path, monkeypatch):
     if Path("/dev/nvidiactl").exists() and not request.node.get_closest_marker("gpu"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests use ranks on CPUs
     # Only the tests with the fixture `cluster` use a Slurm: not one that this machine may have.
-    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
+    slurm = pytest.MonkeyPatch()  # which a test's `monkeypatch.undo()` leaves alone
+    slurm.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
     before = dict(os.environ), child_processes(), socket_inodes(), set(threading.enumerate())
@@ -333,6 +337,7 @@ def no_leaks(request, tmp_path, monkeypatch):
     sys.excepthook = hook
     environ, children, sockets, threads = before
     after = dict(os.environ)
+    slurm.undo()
     after.pop("PYTEST_CURRENT_TEST", None)
     # torch's compiler sets it, when the first step or checkpoint imports it.
     if after.pop("TORCHINDUCTOR_CACHE_DIR", None) and "TORCHINDUCTOR_CACHE_DIR" not in environ:

@@ -83,6 +83,10 @@ if [ -n "$torch" ]; then
 elif [ -z "$python" ]; then
     set_up test
     python=.venv/bin/python
+    # Its requirements hold back NumPy and transformers, and bring the clients of several clouds.
+    "$python" -c 'import importlib.util as u; exit(u.find_spec("streaming") is None)' ||
+        "$python" -m pip install --disable-pip-version-check -q --no-deps mosaicml-streaming ||
+        left_out+=("what needs MosaicML Streaming: pip install --no-deps mosaicml-streaming")
     if [ "$tier" != gpu ]; then
         packages=(slurm-wlm munge iproute2 shellcheck)
         packages+=(openmpi-bin mpich libpmix-dev)

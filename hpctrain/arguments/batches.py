@@ -31,32 +31,20 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
     """
     total, size, times = opts.global_batch, opts.batch_size, opts.accumulate
     if total is None and opts.elastic:
-        raise UsageError("HT504.elastic-without-global")
+        raise UsageError("HT504.no-global-batch")
     if total is None:
         size, times = size or DEFAULT_BATCH_SIZE, times or 1
         return Batches(size * times * world_size, size, times)
     unit = world_size * (size or 1) * (times or 1)
     if size and times and unit != total:
-        raise UsageError(
-            "HT505.global-batch-but",
-            total=total,
-            world_size=world_size,
-            size=size,
-            times=times,
-            unit=unit,
-        )
+        raise UsageError("HT505.contradiction", options=opts, world_size=world_size, product=unit)
     parts, rest = divmod(total, unit)
     if rest:
-        factor = f" × {size} (--batch-size)" if size else ""
-        if times:
-            factor = f" × {times} accumulated"
+        named = {"--batch-size": size, "--accumulate": times}
+        factors = "".join(f" × {name} {value}" for name, value in named.items() if value)
+        factors = f"{world_size} ranks{factors}"
+        fixes = [f"--global-batch {number * unit}" for number in (parts, parts + 1) if number]
         raise UsageError(
-            "HT505.global-batch-cannot",
-            total=total,
-            world_size=world_size,
-            factor=factor,
-            unit=unit,
-            detail=f"--global-batch {parts * unit}" if parts else "",
-            parts=(parts + 1) * unit,
+            "HT505.not-a-multiple", options=opts, factors=factors, unit=unit, fixes=fixes
         )
     return Batches(total, size or parts, times or (parts if size else 1))

@@ -26,7 +26,8 @@ def check(
     Args:
         script: path of the script.
         words: its command line.
-        own: names that the script may set itself. Nothing is concluded from these options.
+        own: names that the script may set itself, `*` for all. Nothing is concluded from these
+            options.
         ranks: number of ranks; None if it is not certain.
 
     Raises:
@@ -35,6 +36,8 @@ def check(
     parser = _TableParser(allow_abbrev=False, add_help=False, prog=os.path.basename(script))
     add_options(parser)
     given = vars(parser.parse_known_args(words)[0])
+    if "*" in own:
+        return
     chosen = Options.of({name: value for name, value in given.items() if name not in own}, {})
     if ranks is None:
         return

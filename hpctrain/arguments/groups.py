@@ -115,9 +115,10 @@ class Group:
         try:
             return self._text(self._read(given)) or None
         except _SettingError as wrong:
-            near = f"--{self.name} {wrong.near}" if wrong.near else ""
-            found = f"--{self.name} {wrong.found}"
-            raise UsageError("HT501.text", found=found, wrong=wrong, near=near) from None
+            correction = f"--{self.name} {wrong.near}" if wrong.near else ""
+            raise UsageError(
+                "HT501.wrong-setting", group=self, setting=wrong, correction=correction
+            ) from None
 
     def values(self, text: str | None) -> dict[str, Any]:
         """Return the values of all settings by name, for a text that `text` returned."""

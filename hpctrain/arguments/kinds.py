@@ -101,13 +101,13 @@ def check(field: Any, value: Any) -> None:
     if not expected:
         return
     name, choices = shown(field), field.metadata.get("choices")
-    found = f"{name}{'' if name.endswith('=') else ' '}"
     if choices:
         near = nearest(str(value), choices) or choices[0]
         raise UsageError(
-            "HT501.check-2", found=found, value=value, expected=expected, name=name, near=near
+            "HT501.wrong-choice", option=name, value=value, expected=expected, nearest=near
         )
-    raise UsageError("HT501.check", found=found, value=value, expected=expected)
+    assignment = name if name.endswith("=") else f"{name} "
+    raise UsageError("HT501.wrong-value", assignment=assignment, value=value, expected=expected)
 
 
 def expected_instead(field: Any, value: Any) -> str:

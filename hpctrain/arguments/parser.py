@@ -69,10 +69,10 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_second(self, flag: str) -> NoReturn:
         name = self._option_string_actions[flag].dest
-        self._exit_with(UsageError("HT502.option-twice", flag=flag, name=name))
+        self._exit_with(UsageError("HT502.duplicate-option", flag=flag, name=name))
 
     def _refuse_default(self, name: str, value: Any) -> NoReturn:
-        self._exit_with(UsageError("HT501.default-of-keyword", name=name, value=value))
+        self._exit_with(UsageError("HT501.keyword-default", name=name, value=value))
 
     def _exit_with(self, error: UsageError) -> NoReturn:
         self.exit(error.exit_code, f"hpctrain: error: {error}\n")
@@ -88,8 +88,11 @@ class Parser(argparse.ArgumentParser):
     def refusal(self, message: str) -> UsageError:
         """Return the error for a wrong command line."""
         meant = option_meant(message, self._option_string_actions)
-        hint = f"; did you mean {meant}?" if meant else ""
-        return UsageError("HT523.refusal", message=message, hint=hint, prog=self.prog)
+        if meant:
+            return UsageError(
+                "HT523.misspelled-option", message=message, option=meant, prog=self.prog
+            )
+        return UsageError("HT523.wrong-option", message=message, prog=self.prog)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

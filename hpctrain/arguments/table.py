@@ -34,7 +34,7 @@ def named(given: Given) -> MutableMapping[str, Any]:
         return vars(given)
     if given is None or isinstance(given, MutableMapping):
         return {} if given is None else given
-    raise UsageError("HT501.hpctrain-session", kind=type(given).__name__)
+    raise UsageError("HT501.wrong-type", type=type(given).__name__)
 
 
 def names_of(given: Given) -> Set[str]:
@@ -51,15 +51,11 @@ def foreign_names(given: Given) -> list[str]:
     return sorted({field.name for field in dataclasses.fields(Options)} & vars(given).keys())
 
 
-def _unknown(name: str, known: Collection[str], where: str) -> UsageError:
+def _unknown(name: str, known: Collection[str], in_dict: bool) -> UsageError:
     near = nearest(name, known)
-    return UsageError(
-        "HT501.option-session",
-        name=name,
-        where=where,
-        known=", ".join(known),
-        detail=f"{near}=…" if near else "",
-    )
+    values = {"known": ", ".join(known), "correction": f"{near}=…" if near else ""}
+    key = "HT501.unknown-name-in-dict" if in_dict else "HT501.unknown-keyword"
+    return UsageError(key, name=name, **values)
 
 
 # Types of the values.
@@ -261,7 +257,7 @@ class Options:
         values.update(keywords)
         for name, value in values.items():
             if name not in fields:
-                raise _unknown(name, fields, "" if name in keywords else " in the dict")
+                raise _unknown(name, fields, in_dict=name not in keywords)
             kind = fields[name].metadata.get("type")
             if isinstance(kind, Group):
                 values[name] = kind.text(value)
@@ -280,13 +276,8 @@ class Options:
         for other in GROUPS:
             settings = getattr(self, other)
             if settings and other != family:
-                raise UsageError(
-                    "HT503.backend",
-                    other=other,
-                    settings=settings,
-                    backend=self.backend,
-                    detail=f", which is {name} here" if self.backend == "auto" else "",
-                )
+                chosen = "HT503.auto-backend" if self.backend == "auto" else "HT503.other-backend"
+                raise UsageError(chosen, group=other, settings=settings, backend=name)
         return self.settings(family) if family in GROUPS else {}
 
     def settings(self, backend: str) -> dict[str, Any]:

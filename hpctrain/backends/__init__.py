@@ -63,7 +63,7 @@ def choose(name: str, world_size: int) -> str:
     if name == "auto":
         return "single" if world_size == 1 else "ddp"
     if name == "single" and world_size > 1:
-        raise ContradictionError("HT301.backend-single-world", world_size=world_size)
+        raise ContradictionError("HT301.single-with-several-ranks", ranks=world_size)
     return name
 
 
@@ -110,18 +110,9 @@ def open_backend(
     backend = _class(name)(rendezvous, device, settings)
     world = rendezvous.world
     if (backend.rank, backend.world_size) != (world.rank, world.world_size):
-        found = (
-            f"{name} over {backend.transport} has rank {backend.rank} of {backend.world_size}, "
-            f"{world.launcher} has rank {world.rank} of {world.world_size}"
-        )
-        backend.close(found)
-        raise ContradictionError(
-            "HT303.same-both-either",
-            found=found,
-            world=world,
-            name=name,
-            fixes=backend.mismatch_fixes,
-        )
+        error = ContradictionError(backend.mismatch, name=name, backend=backend, world=world)
+        backend.close(error.found)
+        raise error
     return backend
 
 

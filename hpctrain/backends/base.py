@@ -75,13 +75,8 @@ def missing_error(
     rendezvous: Rendezvous, missing: Sequence[int], timeout: float
 ) -> RankMissingError:
     """Return the error that names the ranks that were lost after the rendezvous."""
-    was = "were" if len(missing) > 1 else "was"
-    return RankMissingError(
-        "HT305.took-part-rendezvous",
-        ranks_text=ranks_text(missing, rendezvous.roster.host_names),
-        was=was,
-        timeout=timeout,
-    )
+    ranks = ranks_text(missing, rendezvous.roster.host_names)
+    return RankMissingError("HT305.lost-after-rendezvous", ranks=ranks, limit_s=timeout)
 
 
 class Backend(ABC):
@@ -100,14 +95,14 @@ class Backend(ABC):
         device: device used by this rank.
         captures_stderr: whether to capture standard error, as the backend's library writes to it.
         sharded: whether each rank holds only a part of the weights and optimizer states.
-        mismatch_fixes: fixes to show when the backend's ranks differ from the launcher's.
+        mismatch: key of the error when the backend's ranks differ from the launcher's.
     """
 
     name: str
     transport: str
     captures_stderr: bool = False
     sharded: bool = False
-    mismatch_fixes: tuple[str, ...] = ()
+    mismatch: str = "HT303.rank-differs"
     rank: int
     world_size: int
     device: torch.device

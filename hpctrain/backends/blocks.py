@@ -32,15 +32,13 @@ def find_blocks(model: nn.Module, names: str | None) -> list[nn.Module]:
         return list(_repeated(model))
     wanted = [name.strip() for name in names.split("+") if name.strip()]
     there = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in wanted if name not in there]
-    if missing or not wanted:
-        own = sorted(there - {kind.__name__ for kind in _CONTAINERS} - {type(model).__name__})
+    missing = [name for name in wanted or [names] if name not in there]
+    if missing:
+        kind = type(model).__name__
+        own = sorted(there - {kind.__name__ for kind in _CONTAINERS} - {kind})
+        classes = ", ".join(own[:_SHOWN])
         raise UsageError(
-            "HT319.fsdp-blocks",
-            names=names,
-            kind=type(model).__name__,
-            detail=missing[0] if missing else "such module",
-            own=", ".join(own[:_SHOWN]),
+            "HT319.no-such-block", names=names, model=kind, missing=missing[0], classes=classes
         )
     return [module for module in model.modules() if type(module).__name__ in wanted]
 

@@ -39,9 +39,9 @@ class DataParallel(Single):
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check that the world is one process that has a GPU."""
         if world.world_size > 1:
-            raise UsageError("HT301.backend-dataparallel-world", world=world)
+            raise UsageError("HT301.dataparallel-with-several-ranks", world=world)
         if device.type != "cuda":
-            raise UsageError("HT301.backend-dataparallel-torch")
+            raise UsageError("HT301.dataparallel-without-gpu")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model wrapped in DataParallel, over all GPUs."""

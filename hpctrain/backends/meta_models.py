@@ -74,13 +74,8 @@ class Unfilled:
             UsageError: one has none.
         """
         if self._names:
-            more, kind = len(self._names) - 1, type(self._model).__name__.removeprefix("FSDP")
-            raise UsageError(
-                "HT624.made-meta-device",
-                names=self._names[0],
-                text=f" and {more} more tensors" * (more > 0),
-                kind=kind,
-            )
+            kind, names = type(self._model).__name__.removeprefix("FSDP"), self._names
+            raise UsageError("HT624.no-values", kind=kind, count=len(names), name=names[0])
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -250,6 +250,4 @@ def _shared(snapshot: Snapshot) -> list[Any]:
 
 
 def _without(folder: Path, ranks: Sequence[int], what: str) -> CheckpointError:
-    return CheckpointError(
-        "HT705.checkpoint-complete", folder=folder, ranks_text=ranks_text(ranks), what=what
-    )
+    return CheckpointError("HT705.incomplete", folder=folder, ranks=ranks_text(ranks), problem=what)

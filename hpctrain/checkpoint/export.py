@@ -70,7 +70,7 @@ def export(
     import_safetensors()
     one = target.suffix == SUFFIX
     if not one and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError("HT712.exists-already", target=target)
+        raise UsageError("HT712.already-exists", target=target)
     step, opened = _find(directory, step, best)
     weights, others = _named(opened.state)
     run = directory.read(directory.identity) or {}
@@ -91,18 +91,18 @@ def export(
     except CheckpointError:
         raise
     except Exception as error:  # safetensors has its own error type
-        raise UsageError("HT712.could-written", target=target, error=error) from None
+        raise UsageError("HT712.not-written", target=target, error=error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
     return step
 
 
-def import_safetensors(found: str = "") -> Any:
+def import_safetensors(path: Path | None = None) -> Any:
     """Return the module `safetensors.torch`.
 
     Args:
-        found: first words of the error message.
+        path: file that needs it, for the error message.
 
     Raises:
         UsageError: safetensors is not installed.
@@ -110,7 +110,8 @@ def import_safetensors(found: str = "") -> Any:
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
-        raise UsageError("HT711.safetensors-cannot-imported", found=found, error=error) from None
+        key = "HT711.file-needs-safetensors" if path else "HT711.not-importable"
+        raise UsageError(key, path=path, error=error) from None
 
 
 def _write(
@@ -194,19 +195,15 @@ def _find(directory: RunDirectory, step: int | None, best: str | None) -> tuple[
     if best is not None:
         step = best_of(directory, best)
         if step is None:
-            raise CheckpointError("HT709.checkpoint-number", directory=directory, best=best)
+            raise CheckpointError("HT709.no-such-metric", directory=directory, metric=best)
     if step is not None:
         if step not in found:
-            raise CheckpointError(
-                "HT709.checkpoint-step",
-                step=step,
-                directory=directory,
-                map=", ".join(map(str, found)) or "none",
-            )
+            steps = ", ".join(map(str, found)) or "none"
+            raise CheckpointError("HT709.no-such-step", step=step, directory=directory, steps=steps)
         return step, open_checkpoint(found[step], step, parts)
     newest = open_newest(directory, parts)
     if newest is None:
-        raise CheckpointError("HT709.complete-checkpoint", directory=directory)
+        raise CheckpointError("HT709.no-checkpoint", directory=directory)
     return newest
 
 

@@ -41,11 +41,10 @@ from hpctrain.rundir import RunDirectory
 __all__ = ["Folder", "process_name"]
 
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
-# By error number: what is missing, then commands for the user.
-_FIXES = {
-    errno.ENOSPC: ("a file system with room", "df -h {0}; df -i {0}"),
-    errno.EDQUOT: ("room in the quota", "quota -s", "lfs quota -h {0} (on Lustre)"),
-    errno.EFBIG: ("no limit on the size of a file", "ulimit -f unlimited"),
+_MESSAGES = {
+    errno.ENOSPC: "HT705.disk-full",
+    errno.EDQUOT: "HT705.quota",
+    errno.EFBIG: "HT705.file-size-limit",
 }
 
 
@@ -145,7 +144,7 @@ class Folder:
         manifest["sha256"] = digest(manifest)
         text = _lines(manifest) + "\n"  # one line for each file and tensor
         if mistake := mistake_in(manifest, step, len(text)):
-            raise CheckpointError("HT705.manifest-step-would", step=step, mistake=mistake)
+            raise CheckpointError("HT705.refused-manifest", step=step, mistake=mistake)
         write_bytes(folder / MANIFEST, text.encode())
         sync(folder)
 
@@ -234,17 +233,9 @@ class Folder:
         return final.with_name(f".{final.name}.{name}.{random}")
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
-        parent = self._directory.checkpoints
         number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
-        expected, *fixes = _FIXES.get(number, ("a file system that can store it", "df -h {0}"))
-        return CheckpointError(
-            "HT705.checkpoint-step-could",
-            step=step,
-            parent=parent,
-            error=error,
-            expected=expected,
-            fixes=(fix.format(parent) for fix in fixes),
-        )
+        key, folder = _MESSAGES.get(number, "HT705.not-written"), self._directory.checkpoints
+        return CheckpointError(key, step=step, folder=folder, error=error)
 
 
 def _lines(manifest: Mapping[str, Any]) -> str:

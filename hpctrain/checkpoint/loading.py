@@ -87,7 +87,7 @@ def open_newest(
     for step in reversed(found):
         try:
             if damage := damages(found[step], step):
-                raise CheckpointError("HT707.open-newest", damage=damage)
+                raise CheckpointError.of_text("HT707", damage[0])
             return step, open_checkpoint(found[step], step, parts)
         except CheckpointError as error:
             logger.error("%s; trying the previous one", error.found)
@@ -126,7 +126,7 @@ def _unchanged(file: BufferedReader, entry: Mapping[str, Any]) -> bool:
 
 def refuse_damaged(directory: RunDirectory, count: int) -> None:
     """Raise the error of a run that has checkpoints, none of them complete."""
-    raise CheckpointError("HT707.none-checkpoints-complete", count=count, directory=directory)
+    raise CheckpointError("HT707.none-complete", count=count, directory=directory)
 
 
 @dataclass
@@ -207,7 +207,7 @@ def open_checkpoint(
         try:
             with open_file(path) as file:
                 if not _unchanged(file, entry):
-                    raise CheckpointError("HT707.changed-since-written", path=path)
+                    raise CheckpointError("HT707.changed", path=path)
                 file.seek(0)
                 value = torch.load(file, map_location="cpu", weights_only=True)
             structure, tensors = tensors_in(value)
@@ -219,7 +219,7 @@ def open_checkpoint(
         except CheckpointError:
             raise
         except Exception as error:  # torch.load raises errors of many types
-            raise CheckpointError("HT707.cannot-read", path=path, error=error) from None
+            raise CheckpointError("HT707.unreadable", path=path, error=error) from None
     state = {part: filled(structure, those) for part, (structure, those) in structures.items()}
     return Opened(state, manifest, structures, reader)
 
@@ -240,7 +240,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         manifest = json.loads(content)
         _check(manifest, step)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError("HT707.readable-manifest", folder=folder, error=error) from None
+        raise CheckpointError("HT707.no-manifest", folder=folder, error=error) from None
     assert isinstance(manifest, dict)
     return manifest
 

@@ -26,10 +26,6 @@ __all__ = [
     "tensors_in",
 ]
 
-# Expected state and fixes in a UsageError.
-_EXPECTED = "tensors and plain values in every state_dict()"
-_FIXES = "float(x) for a number of NumPy's", "strings and lists for objects"
-
 
 @dataclass(slots=True)
 class Entry:
@@ -282,10 +278,7 @@ def _round_trip(part: str, value: Any) -> Any:
 
 
 def _refused(part: str, error: Exception) -> UsageError:
-    found = f"the state of {part!r} contains a value that no checkpoint can restore: "
-    return UsageError(
-        "HT706.tensors-plain-values", found=found, first_line=first_line(error), fixes=_FIXES
-    )
+    return UsageError("HT706.not-restorable", part=part, reason=first_line(error))
 
 
 def _plain(tensor: Any) -> bool:

@@ -90,7 +90,7 @@ class DataReader:
                         for job in jobs:
                             job.result()
                 except OSError as error:
-                    raise CheckpointError("HT707.cannot-read", path=path, error=error) from None
+                    raise CheckpointError("HT707.unreadable", path=path, error=error) from None
         self._wanted.clear()
 
 
@@ -182,4 +182,4 @@ def _fill(
 
 
 def _changed(path: Path) -> CheckpointError:
-    return CheckpointError("HT707.changed-since-written", path=path)
+    return CheckpointError("HT707.changed", path=path)

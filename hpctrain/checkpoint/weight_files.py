@@ -64,9 +64,9 @@ def read_weights(source: Source) -> Any:
         with path.open("rb"):
             pass
     except OSError as error:
-        raise UsageError("HT713.safetensors-file-folder", path=path, error=error) from None
+        raise UsageError("HT713.unreadable", path=path, error=error) from None
     if path.suffix in (SUFFIX, ".json"):
-        import_safetensors(f"{path}, but ")
+        import_safetensors(path)
     try:
         if path.suffix == ".json":
             names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
@@ -96,11 +96,8 @@ def _in_folder(folder: Path) -> Path:
     for name in (INDEX, f"model{SUFFIX}"):
         if (folder / name).exists():
             return folder / name
-    raise UsageError(
-        "HT713.folder-without-model",
-        folder=folder,
-        listed=listed(sorted(p.name for p in folder.iterdir())),
-    )
+    files = listed(sorted(path.name for path in folder.iterdir()))
+    raise UsageError("HT713.no-model-in-folder", folder=folder, files=files)
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -134,7 +131,7 @@ def unreadable(label: str, source: Source, error: Exception) -> UsageError:
         source: file, or weights by name.
         error: what happened.
     """
-    return UsageError("HT713.cannot-read-weights", label=label, why=_why(source, error))
+    return UsageError("HT713.not-weights", label=label, reason=_why(source, error))
 
 
 def _plain_data() -> list[Any]:

@@ -92,12 +92,8 @@ def _skipped(names: Collection[str], patterns: Sequence[str], label: str) -> set
     """
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise UsageError(
-                "HT714.skip-matches-name",
-                pattern=pattern,
-                label=label,
-                iter=next(iter(names), "fc.weight"),
-            )
+            name = next(iter(names), "fc.weight")
+            raise UsageError("HT714.unmatched-skip", pattern=pattern, label=label, name=name)
     return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
 
 
@@ -117,17 +113,11 @@ def _check(
     left = {name: text for name, text in wrong.items() if name not in skipped}
     if left:
         names = {*own, *weights}
-        texts, more = list(left.values()), len(left) - _MAX_NAMED
+        texts, more = list(left.values())[:_MAX_NAMED], len(left) - _MAX_NAMED
+        differences = "; ".join(texts + [f"and {more} more"] * (more > 0))
         patterns = sorted({*skipped, *covering(left.keys(), names)})
-        raise UsageError(
-            "HT714.names-shapes-model",
-            label=label,
-            texts="; ".join(texts[:_MAX_NAMED]),
-            text=f"; and {more} more" * (more > 0),
-            detail=f"skip={patterns}, to keep the values that the script gave them"
-            if 2 * len(left) <= len(names)
-            else "",
-        )
+        key = "HT714.most-differ" if 2 * len(left) > len(names) else "HT714.some-differ"
+        raise UsageError(key, label=label, differences=differences, patterns=patterns)
 
 
 def _differences(
@@ -228,6 +218,10 @@ def _without_weights(
     content: Any, states: Mapping[Any, Any], own: Collection[str], label: str, kind: str
 ) -> UsageError:
     """Return the error for a file without the model's names, with the arguments that find them."""
+    names = listed([*own])
+    if not isinstance(content, Mapping):
+        content = type(content).__name__
+        return UsageError("HT714.no-names", label=label, content=content, names=names, model=kind)
     places = [
         ", ".join(
             [*([f"key={key!r}"] * (key is not None)), *([f"prefix={prefix!r}"] * bool(prefix))]
@@ -235,19 +229,11 @@ def _without_weights(
         for key, state in states.items()
         for prefix in _prefixes(state, own)
     ]
-    content_text = (
-        f"the keys {listed([*map(str, content)]) or '(none)'}"
-        if isinstance(content, Mapping)
-        else f"a {type(content).__name__} without names"
-    )
+    keys = listed([*map(str, content)]) or "(none)"
+    fixes = [f"session.load_weights(model, …, {place})" for place in places[:_MAX_NAMED]]
+    fixes = fixes or ["use the weights of such a model"]
     return UsageError(
-        "HT714.but",
-        label=label,
-        content_text=content_text,
-        listed=listed([*own]),
-        kind=kind,
-        fixes=(f"session.load_weights(model, …, {place})" for place in places[:_MAX_NAMED]),
-        fixes_2=() if places else ("the file of such a model",),
+        "HT714.other-names", label=label, keys=keys, names=names, model=kind, fixes=fixes
     )
 
 

@@ -218,12 +218,7 @@ class Writer:
         except CheckpointError as failed:
             error = failed
         except Exception as unknown:  # of any kind: `failure` reports it
-            error = CheckpointError(
-                "HT705.checkpoint-step-could-written",
-                job=job,
-                kind=type(unknown).__name__,
-                unknown=unknown,
-            )
+            error = CheckpointError("HT705.unexpected-error", step=job.step, error=unknown)
         if error is not None:
             logger.error("%s", error)
         seconds = self._clock() - job.begin

@@ -31,7 +31,7 @@ def _main(arguments: argparse.Namespace) -> int:
         try:
             _cancel(named)
         except slurm.NoAnswerError as error:
-            raise StartError("HT816.job-cancelled", named=named, error=error) from None
+            raise StartError("HT816.not-cancelled", label=named.label, error=error) from None
     return exit_codes.DONE
 
 

@@ -38,11 +38,12 @@ def _main(arguments: argparse.Namespace) -> int:
     loading = importlib.import_module("hpctrain.checkpoint.loading")
     directory = RunDirectory(lookup.run_directory(arguments.run, os.environ))
     found: dict[int, Path] = loading.places(directory)
+    steps = ", ".join(map(str, found)) or "none"
     if arguments.step is not None:
         found = {step: folder for step, folder in found.items() if step == arguments.step}
     if not found:
-        which = "" if arguments.step is None else f" of step {arguments.step}"
-        raise CheckpointError("HT709.checkpoint", which=which, directory=directory)
+        key = "HT709.no-checkpoint" if arguments.step is None else "HT709.no-such-step"
+        raise CheckpointError(key, step=arguments.step, directory=directory, steps=steps)
     rows: list[tuple[str, ...]] = [("step", "saved", "files", "bytes", "ranks", "state")]
     damaged = []
     for step, folder in found.items():

@@ -25,7 +25,9 @@ def _main(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UsageError("HT651.shtab-cannot-imported", error=error) from None
+        raise UsageError(
+            "HT651.package-missing", package="shtab", extra="completion", error=error
+        ) from None
     parser = cli.parser_of(cli.COMMANDS)
     for action in parser.all_actions():
         if action.nargs == argparse.REMAINDER:

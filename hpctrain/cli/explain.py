@@ -68,14 +68,9 @@ def _explain_code(argument: str, as_json: bool) -> int:
     name = argument.upper()
     entries = codes()
     if name not in entries:
-        suggestion = nearest(name, entries)
-        raise UsageError(
-            "HT804.hpctrain-explain-such",
-            argument=argument,
-            entries=min(entries),
-            entries_2=max(entries),
-            detail=f"hpctrain explain {suggestion}" if suggestion else "",
-        )
+        first, last, meant = min(entries), max(entries), nearest(name, entries)
+        fix = f"hpctrain explain {meant}" if meant else ""
+        raise UsageError("HT804.unknown-code", argument=argument, first=first, last=last, fix=fix)
     code = entries[name]
     if as_json:
         entry = {"meaning": code.meaning, "causes": code.causes, "fixes": code.fixes}

@@ -130,16 +130,11 @@ def _write(files: Mapping[Path, str]) -> None:
     """
     for path in files:
         if path.exists():
-            raise UsageError(
-                "HT808.exists",
-                path=path,
-                path_2=shlex.quote(str(path)),
-                text=shlex.quote(f"{path}.old"),
-            )
+            raise UsageError("HT808.init-file-exists", path=path, quoted=shlex.quote(str(path)))
     for path, text in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x") as file:
                 file.write(text)
         except OSError as error:
-            raise UsageError("HT809.cannot-written", path=path, error=error) from None
+            raise UsageError("HT809.cannot-write-file", path=path, error=error) from None

@@ -155,13 +155,13 @@ def spec_from(arguments: argparse.Namespace) -> JobSpec:
 
 def no_command() -> UsageError:
     """Return the error for a job without a command."""
-    return UsageError("HT803.command-run")
+    return UsageError("HT803.no-command")
 
 
 def _over_file(path: str, options: dict[str, Any], command: Sequence[str]) -> dict[str, Any]:
     """Return the values of a JOB.toml, with options over them, and arguments after its command."""
     if not path.endswith(".toml"):
-        raise UsageError("HT803.toml", path=path)
+        raise UsageError("HT803.not-toml", path=path)
     from hpctrain.jobs import job_files  # imports the TOML parser, which few commands need
 
     values = job_files.read(Path(path))
@@ -200,5 +200,5 @@ def _pair(name: str, text: str) -> tuple[str, str]:
     head, equals, tail = text.partition("=")
     if not equals:
         flag, metavar = _REPEATED[name]
-        raise UsageError("HT801.pair", flag=flag, text=text[:200], metavar=metavar)
+        raise UsageError("HT801.option-without-value", flag=flag, entry=text, metavar=metavar)
     return head, tail

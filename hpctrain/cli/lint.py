@@ -73,23 +73,18 @@ def _text(name: str) -> str:
                 read = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError("HT824.cannot-read", name=name, reason=reason) from error
-    text, quoted = read.decode(errors="backslashreplace"), shlex.quote(name)
+        raise UsageError("HT824.cannot-read-script", name=name, reason=reason) from error
+    text = read.decode(errors="backslashreplace")
     in_python = name.endswith(".py") and not re.search(r"^#SBATCH", text, re.MULTILINE)
-    no_script = not text.startswith("#!") and "#SBATCH" not in text
-    render = f"hpctrain render {quoted} | hpctrain lint -"
-    for wrong, found, *fixes in (
-        (len(read) > _MOST_BYTES, f"has more than {_MOST_BYTES // 1024} KiB"),
-        (not read.strip(), "is empty"),
-        (b"\0" in read, "is no text: it has a NUL byte"),
-        (name.endswith(".toml"), "is no batch script", render, f"hpctrain submit {quoted}"),
-        (
-            in_python,
-            "is a Python script, no batch script",
-            f"hpctrain submit -- python {quoted}",
-        ),
-        (no_script, "has neither #! nor #SBATCH", "put #!/bin/bash on top of it"),
+    no_shebang = not text.startswith("#!") and "#SBATCH" not in text
+    for wrong, key in (
+        (len(read) > _MOST_BYTES, "HT824.too-large"),
+        (not read.strip(), "HT824.empty"),
+        (b"\0" in read, "HT824.not-text"),
+        (name.endswith(".toml"), "HT824.job-toml"),
+        (in_python, "HT824.python-script"),
+        (no_shebang, "HT824.no-shebang"),
     ):
         if wrong:
-            raise UsageError("HT824.batch-script-sbatch", name=name, found=found, fixes=fixes)
+            raise UsageError(key, name=name, quoted=shlex.quote(name))
     return text

@@ -106,13 +106,7 @@ def _found(name: str) -> JobStatus:
         found = job_status.without_slurm([name])
     if len(found) != 1:
         labels = ", ".join(status.label for status in found)
-        raise UsageError(
-            "HT818.jobs",
-            printable=printable(name),
-            number_of_found=len(found),
-            labels=labels,
-            label=found[0].label,
-        )
+        raise UsageError("HT818.several-jobs", name=printable(name), labels=labels, jobs=found)
     return found[0]
 
 
@@ -125,13 +119,11 @@ def _rank(text: str, status: JobStatus) -> str:
     if text.isascii() and text.isdigit():
         return str(int(text))
     match = _RANK.match(status.failure) if text == _FAILED else None
+    if match is None and text == _FAILED:
+        failure = status.failure or "no failure is recorded"
+        raise UsageError("HT804.no-failed-rank", failure=failure)
     if match is None:
-        reason = f": {status.failure}" if text == _FAILED and status.failure else ""
-        raise UsageError(
-            "HT804.rank",
-            printable=printable(text),
-            detail=f", and no rank is known to have failed{reason}" if text == _FAILED else "",
-        )
+        raise UsageError("HT804.invalid-rank", rank=printable(text))
     return match[1]
 
 
@@ -153,18 +145,12 @@ def _copy(status: JobStatus, path: Path | None, out: Stream) -> None:
         UsageError: there is no log, or it cannot be read.
     """
     try:
-        if path is None:
-            raise FileNotFoundError("its name is unknown")
-        with open(path, "rb") as file:
+        with open(path or "", "rb") as file:
             while text := file.read(1 << 20):
                 out.write(text)
     except OSError as error:
-        reason = error.strerror or str(error)
         waits = status.queued is not None and status.queued.state == "PENDING"
-        raise UsageError(
-            "HT828.log",
-            label=status.label or status.run_dir,
-            detail=f" in {job_tables.place(path)}" if path else "",
-            detail_2="the job waits" if waits else reason,
-            detail_3=f"hpctrain status {status.label}" if status.label else "",
-        ) from None
+        reason = "the job waits" if waits else error.strerror
+        name = status.label or status.run_dir
+        log = job_tables.place(path) if path else "file name unknown"
+        raise UsageError("HT828.no-log", name=name, log=log, reason=reason) from None

@@ -48,7 +48,7 @@ def _main(arguments: argparse.Namespace) -> int:
         with Path(arguments.to).open("xb") as file:
             file.write(script)
     except FileExistsError:
-        raise UsageError("HT808.exists-2", arguments=arguments) from None
+        raise UsageError("HT808.output-exists", arguments=arguments) from None
     except OSError as error:
-        raise UsageError("HT809.cannot-written-2", arguments=arguments, error=error) from None
+        raise UsageError("HT809.cannot-write-output", arguments=arguments, error=error) from None
     return 0

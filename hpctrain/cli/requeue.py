@@ -40,17 +40,13 @@ def _chosen(named: lookup.Named) -> list[slurm.QueuedJob]:
     """Return the job itself; for an array, the tasks that run and those that failed."""
     chosen = [job for job in named.jobs if job.label == named.label]
     chosen = chosen or [job for job in named.jobs if job.state not in _LEFT_ALONE]
-    if never_started := [job for job in chosen if job.refused]:
-        raise UsageError(
-            "HT821.job-never-started",
-            label=never_started[0].label,
-            explained=explained(never_started[0]),
-        )
+    if job := next((job for job in chosen if job.refused), None):
+        raise UsageError("HT821.never-started", job=job, reason=explained(job))
     if chosen and chosen[0].state != "PENDING":
         return chosen
     if any(job.state == "PENDING" for job in named.jobs):
-        raise UsageError("HT821.job-already-pending", named=named)  # fmt: skip
-    raise UsageError("HT821.tasks-job-done", named=named, label=named.jobs[0].label)
+        raise UsageError("HT821.already-pending", named=named)
+    raise UsageError("HT821.all-tasks-ended", named=named)
 
 
 def _requeue(job: slurm.QueuedJob) -> None:
@@ -58,5 +54,5 @@ def _requeue(job: slurm.QueuedJob) -> None:
     try:
         slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:
-        raise StartError("HT821.job-requeued", job=job, state=state, error=error) from None
+        raise StartError("HT821.not-requeued", job=job, state=state, error=error) from None
     put(f"job {job.label}, which was {state}, waits for its next start\n")

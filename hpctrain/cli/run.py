@@ -191,12 +191,8 @@ def _setting(settings: Sequence[str], index: int | None) -> list[str]:
     if not settings:
         return []
     if index is None or index >= len(settings):
-        raise UsageError(
-            "HT804.settings",
-            number_of_settings=len(settings),
-            detail="no job array" if index is None else f"the index {index}",
-            number_of_settings_2=len(settings) - 1,
-        )
+        found, count = "not set" if index is None else index, len(settings)
+        raise UsageError("HT804.setting-missing", count=count, index=found, last=count - 1)
     return shlex.split(settings[index])
 
 
@@ -210,7 +206,7 @@ def _program(arguments: argparse.Namespace) -> _Program:
     is_program = words[:1] == ["--"]
     words = words[1:] if is_program else words
     if not words:
-        raise UsageError("HT805.program")
+        raise UsageError("HT805.no-program")
     if is_program and not arguments.module:
         return _Program(words, words[0], words[1:])
     # The Python of a container or of an unpacked environment is the first one in its PATH.
@@ -252,17 +248,13 @@ def _simulated(
 
 def _check_script(script: str) -> None:
     path = Path(script)
+    if not script:
+        raise UsageError("HT805.empty-script")
     if path.is_dir():
-        found = f"{script} is no file but a folder" if script else "an empty name for the script"
-    elif not path.exists():
-        found = f"{script} is no file"
-    elif not os.access(path, os.R_OK):
-        found = f"{script} cannot be read by this user"
-    else:
-        return
-    form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
-    fixes = [f"hpctrain run [options] {form} [its arguments]"]
-    if os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
-        found += f" in {os.getcwd()}"
-        fixes.append("sbatch from the folder to which the script's path belongs")
-    raise UsageError("HT805.python-script", found=found, fixes=fixes)
+        raise UsageError("HT805.script-is-folder", script=script)
+    if not path.exists() and os.environ.get("SLURM_JOB_ID") and not path.is_absolute():
+        raise UsageError("HT805.no-script-in-job", script=script, folder=os.getcwd())
+    if not path.exists():
+        raise UsageError("HT805.no-script", script=script)
+    if not os.access(path, os.R_OK):
+        raise UsageError("HT805.unreadable-script", script=script)

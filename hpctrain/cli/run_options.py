@@ -163,14 +163,14 @@ def check(arguments: argparse.Namespace) -> None:
         UsageError: options are missing, do not fit together, or would have no effect.
     """
     if arguments.min_nproc is not None and not arguments.elastic:
-        raise UsageError("HT804.min-nproc-without")
+        raise UsageError("HT804.min-nproc-without-elastic", arguments=arguments)
     _check_several_hosts(arguments)
     # With --direct and --once there are no agents.
     way = "--direct" if arguments.direct else "--once" if arguments.once else None
     if way is not None:
         names = (*_OF_AGENTS, "container") if arguments.once else _OF_AGENTS
-        expected = "ranks that the agents of hpctrain run start"
-        _refuse(arguments, names, f"with {way}", expected, f"hpctrain run without {way}")
+        if flag := _first_flag(arguments, names):
+            raise UsageError("HT804.option-without-agents", flag=flag, way=way)
 
 
 def check_outside_of_a_job(arguments: argparse.Namespace, names: Sequence[str] = OF_A_JOB) -> None:
@@ -179,21 +179,14 @@ def check_outside_of_a_job(arguments: argparse.Namespace, names: Sequence[str] =
     Raises:
         UsageError: an option would have no effect.
     """
-    where = "outside of a batch script of Slurm and of the shell of salloc"
-    _refuse(arguments, names, where, "ranks on all hosts of a job")
+    if flag := _first_flag(arguments, names):
+        raise UsageError("HT804.option-outside-of-job", flag=flag)
 
 
-def _refuse(
-    arguments: argparse.Namespace, names: Sequence[str], where: str, expected: str, *fixes: str
-) -> None:
-    """Raise UsageError if one of these options was given where it would have no effect."""
-    for name in names:
-        if getattr(arguments, name):
-            flag = "--" + name.replace("_", "-")
-            fix = f"hpctrain run without {flag}"
-            raise UsageError(
-                "HT804.refuse", flag=flag, where=where, expected=expected, fix=fix, fixes=fixes
-            )
+def _first_flag(arguments: argparse.Namespace, names: Sequence[str]) -> str:
+    """Return the flag of the first of these options that was given; empty if none was."""
+    given = (name for name in names if getattr(arguments, name))
+    return next(("--" + name.replace("_", "-") for name in given), "")
 
 
 def check_spares(spares: int | None, hosts: Sequence[str]) -> None:
@@ -203,13 +196,8 @@ def check_spares(spares: int | None, hosts: Sequence[str]) -> None:
         UsageError: the job has not as many hosts.
     """
     if spares is not None and not 0 <= spares < len(hosts):
-        raise UsageError(
-            "HT804.spares-job-hosts",
-            spares=spares,
-            number_of_hosts=len(hosts),
-            number_of_hosts_2=len(hosts) - 1,
-            number_of_hosts_3=len(hosts) + max(1, spares),
-        )
+        nodes, needed = len(hosts), len(hosts) + max(1, spares)
+        raise UsageError("HT804.too-many-spares", spares=spares, nodes=nodes, needed=needed)
 
 
 def _check_several_hosts(arguments: argparse.Namespace) -> None:
@@ -229,18 +217,11 @@ def _check_several_hosts(arguments: argparse.Namespace) -> None:
     if not given:
         return
     if missing:
-        found = f"{' and '.join(given)} without {' and '.join(missing)}"
-        expected = (
-            "all of them for one of several real hosts, or --nodes alone to simulate hosts here"
-        )
-    elif arguments.style is not None:
-        found = f"--as {arguments.style} together with --node-rank"
-        expected = "one of them: --as simulates all hosts on this machine"
-    elif not 0 <= arguments.node_rank < arguments.nodes:
-        found = f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}"
-        expected = f"a node rank from 0 to {arguments.nodes - 1}, another one on each host"
-    elif not arguments.main_address.strip():
-        found, expected = "an empty --main-address", "name or address of host 0"
-    else:
-        return
-    raise UsageError("HT804.check-several-hosts", found=found, expected=expected)
+        present, absent = " and ".join(given), " and ".join(missing)
+        raise UsageError("HT804.node-options-missing", present=present, missing=absent)
+    if arguments.style is not None:
+        raise UsageError("HT804.as-with-node-rank", arguments=arguments)
+    if not 0 <= arguments.node_rank < arguments.nodes:
+        raise UsageError("HT804.node-rank-out-of-range", arguments=arguments)
+    if not arguments.main_address.strip():
+        raise UsageError("HT804.empty-main-address")

@@ -97,4 +97,4 @@ def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> l
             status for name in names for status in job_status.named(name, user_jobs, os.environ)
         ]
     except slurm.NoAnswerError as error:
-        raise StartError("HT816.slurm-does-answer", error=error) from None
+        raise StartError("HT816.no-job-list", error=error) from None

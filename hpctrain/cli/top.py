@@ -43,12 +43,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     del arguments
     if not sys.stdout.isatty():
-        raise UsageError("HT804.standard-output-terminal")
+        raise UsageError("HT804.not-a-terminal")
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError as error:
-        raise UsageError("HT651.rich-cannot-imported", error=error) from None
+        raise UsageError("HT651.rich-missing", error=error) from None
     # They may be ignored here: by nohup, cron and some CI.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

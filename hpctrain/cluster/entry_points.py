@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.errors import UsageError
 
@@ -74,20 +74,14 @@ def load(
         if wanted is not None and entry.name not in wanted:
             continue
         if entry.name in taken or entry.name in classes:
-            _refuse(entry, f"the name {entry.name} is taken")
+            raise UsageError("HT119.name-taken", entry=entry)
         try:
             loaded = entry.load()
         except Exception as error:  # whatever the package does as it is imported
-            _refuse(entry, f"its import fails: {type(error).__name__}: {error}")
+            raise UsageError("HT119.import-fails", entry=entry, error=error) from error
         if not (isinstance(loaded, type) and issubclass(loaded, kind)):
-            _refuse(entry, f"{loaded!r} is no class that derives from hpctrain's {kind.__name__}")
+            raise UsageError("HT119.not-a-subclass", entry=entry, loaded=loaded, base=kind)
         if "name" in kind.__annotations__ and vars(loaded).get("name") != entry.name:
-            _refuse(entry, f"the class needs the line: name = {entry.name!r}")
+            raise UsageError("HT119.class-name-differs", entry=entry)
         classes[entry.name] = loaded
     return classes
-
-
-def _refuse(entry: "EntryPoint", problem: str) -> NoReturn:
-    """Raise the error of an entry point that cannot be used."""
-    package = entry.dist.name if entry.dist else "PACKAGE"
-    raise UsageError("HT119.adds", package=package, entry=entry, problem=problem)

@@ -121,6 +121,6 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not _NUMBER.match(text):
-        fix = f"unset {name}" if name.isidentifier() else f"remove {name} from the command"
-        raise ContradictionError("HT103.whole-number", name=name, text=text[:200], fix=fix)
+        key = "HT103.variable-not-integer" if name.isidentifier() else "HT103.option-not-integer"
+        raise ContradictionError(key, name=name, value=text[:200])
     return int(text)

@@ -16,7 +16,6 @@ __all__ = ["compress", "expand"]
 
 # scontrol has a limit for one range only, and else uses all memory.
 _MAX_RANGE, _MAX_HOSTS, _MAX_CHARACTERS = 2**16, 2**20, 2**26
-_TOO_MANY = f"more than {_MAX_HOSTS} hosts, or than {_MAX_CHARACTERS} characters in their names"
 _MAX_SHOWN = 80
 
 # A name whose brackets have both ends, or a bracket without its other end.
@@ -33,11 +32,11 @@ def expand(expression: str) -> list[str]:
         UsageError: the expression is malformed, or has more than 1048576 hosts.
     """
     if not expression.replace("\t", " ").isprintable():
-        raise _refused(expression, "a character that no host name has")
+        raise UsageError("HT105.bad-character", text=_short(expression))
     if "[" not in expression and "]" not in expression:
         names = expression.replace("\t", ",").replace(" ", ",").split(",")
         if len(names) > _MAX_HOSTS:
-            raise _refused(expression, _TOO_MANY)
+            raise _too_many(expression)
         return list(filter(None, names))
     hosts: list[str] = []
     characters = 0
@@ -46,10 +45,10 @@ def expand(expression: str) -> list[str]:
         if bracket:
             begin = len(re.split("[, \t]", expression[: token.start()])[-1])
             rest = expression[token.start() - begin :]
-            raise _refused(rest, f"a bracket {bracket} without its other one")
+            raise UsageError("HT105.open-bracket", text=_short(rest), bracket=bracket)
         *pairs, end = re.split(r"\[(.*?)\]", name)
         if pairs and end:
-            raise _refused(name, f"text after the last bracket, {_short(end)}")
+            raise UsageError("HT105.text-after-bracket", text=_short(name), end=_short(end))
         lists: list[list[str]] = []
         count, length = 1, len(end)
         for text, ranges in zip(pairs[::2], pairs[1::2], strict=True):
@@ -57,7 +56,7 @@ def expand(expression: str) -> list[str]:
             count *= len(lists[-1])
             length += len(text) + max(map(len, ranges.split(",")))
             if len(hosts) + count > _MAX_HOSTS or characters + count * length > _MAX_CHARACTERS:
-                raise _refused(name, _TOO_MANY)
+                raise _too_many(name)
         characters += count * length
         hosts += _joined(lists) if lists else [name]
     return hosts
@@ -97,9 +96,11 @@ def _numbered(text: str, ranges: str, name: str) -> list[str]:
         low = int(match[1]) if match else 0
         high = int(match[2] or low) if match else -1
         if match is None or not low <= high < low + _MAX_RANGE:
-            raise _refused(name, f"{_short(part)} is no range of at most {_MAX_RANGE} numbers")
+            raise UsageError(
+                "HT105.bad-range", text=_short(name), part=_short(part), max_range=_MAX_RANGE
+            )
         if len(names) > _MAX_HOSTS:
-            raise _refused(name, _TOO_MANY)
+            raise _too_many(name)
         width = len(match[1])
         if high - low < 100 or (low < 100 and width < 3):
             names += [f"{text}{number:0{width}}" for number in range(low, high + 1)]
@@ -120,8 +121,9 @@ def _joined(lists: list[list[str]]) -> list[str]:
     return ["".join((*parts[-2::-1], parts[-1])) for parts in turned]
 
 
-def _refused(text: str, problem: str) -> UsageError:
-    return UsageError("HT105.host-list", short=_short(text), problem=problem)
+def _too_many(text: str) -> UsageError:
+    key, characters = "HT105.too-many-hosts", _MAX_CHARACTERS
+    return UsageError(key, text=_short(text), max_hosts=_MAX_HOSTS, characters=characters)
 
 
 def _short(text: str) -> str:

@@ -83,13 +83,9 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
     if len(names) < 2 or not slices:
         return None
     if len(slices) < len(names):
-        raise ContradictionError(
-            "HT114.cuda-visible-devices", env=env[CUDA], slices=",".join(slices)
-        )
+        raise ContradictionError("HT114.slices-and-gpus", env=env, slices=",".join(slices))
     if local_rank >= len(slices):
-        raise UsageError(
-            "HT113.local-rank-mig", local_rank=local_rank, number_of_slices=len(slices)
-        )
+        raise UsageError("HT113.too-few-slices", local_rank=local_rank, slices=len(slices))
     return slices[local_rank]
 
 
@@ -97,26 +93,19 @@ def check_rocm(env: Mapping[str, str]) -> None:
     """Refuse variables that together hide GPUs from ROCm, which prints no warning.
 
     Raises:
-        ContradictionError: HIP's variable has an index that ROCR's variable leaves out, or the two
+        ContradictionError: HIP's variable has an index that ROCR's variable hides, or the two
             variables that HIP reads are different.
     """
     first, second = (visible(env, name) for name in _HIP)
     if first and second and first.names != second.names:
-        raise ContradictionError(
-            "HT114.one-them-hip", HIP=_HIP, env=env[_HIP[0]], env_2=env[_HIP[1]]
-        )
+        raise ContradictionError("HT114.hip-and-cuda-differ", env=env)
     rocr, hip = visible(env, _ROCR), visible(env, *_HIP)
     if rocr is None or hip is None:
         return
     # float accepts any number of digits; int does not.
-    too_large = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
-    if too_large:
-        raise ContradictionError(
-            "HT114.rocr-visible-devices",
-            env=env[_ROCR],
-            number_of_rocr_names=len(rocr.names),
-            detail="s" if len(rocr.names) != 1 else "",
-            hip=hip,
-            env_2=env[hip.source],
-            too_large=too_large,
-        )
+    gpus, selected = len(rocr.names), env[hip.source]
+    for index in filter(str.isdecimal, hip.names):
+        if float(index) >= gpus:
+            raise ContradictionError(
+                "HT114.hidden-by-rocr", env=env, hip=hip, selected=selected, index=index, gpus=gpus
+            )

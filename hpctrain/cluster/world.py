@@ -43,7 +43,7 @@ class World:
 
     def __post_init__(self) -> None:
         if self.world_size > _MOST_RANKS:
-            raise self._contradiction(f"world_size {self.world_size}", f"at most {_MOST_RANKS}")
+            raise ContradictionError("HT101.too-many-ranks", world=self, max_ranks=_MOST_RANKS)
         for name, limit_name, below in (
             ("rank", "world_size", True),
             ("local_rank", "local_world_size", True),
@@ -55,9 +55,10 @@ class World:
             value, limit = getattr(self, name), getattr(self, limit_name)
             if value is None or limit is None or 0 <= value < limit + (not below):
                 continue
-            expected = f"from 0 to {limit_name} - 1" if below else f"at most {limit_name}"
-            found = f"{name} {value} and {limit_name} {limit}"
-            raise self._contradiction(found, f"{name} {expected}")
+            key = "HT101.index-out-of-range" if below else "HT101.count-out-of-range"
+            raise ContradictionError(
+                key, world=self, name=name, value=value, limit_name=limit_name, limit=limit
+            )
         local, nodes = self.local_world_size, self.num_nodes
         if nodes is not None and (
             nodes < 1
@@ -68,20 +69,12 @@ class World:
                 )
             )
         ):
-            raise self._contradiction(
-                f"local_world_size {local}, num_nodes {nodes} and world_size {self.world_size}",
-                "all ranks on one host, or at least one rank on each",
-            )
+            raise ContradictionError("HT101.ranks-do-not-fit-nodes", world=self)
         if self.hosts and self.num_nodes and len(self.hosts) != self.num_nodes:
-            raise self._contradiction(
-                f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes {self.num_nodes}",
-                "one host for each node",
+            count, hosts = len(self.hosts), ", ".join(self.hosts)
+            raise ContradictionError(
+                "HT101.host-count-differs", world=self, count=count, hosts=hosts
             )
-
-    def _contradiction(self, values: str, expected: str) -> ContradictionError:
-        return ContradictionError(
-            "HT101.set", values=values, launcher=self.launcher, expected=expected
-        )
 
     @property
     def on_one_host(self) -> bool | None:

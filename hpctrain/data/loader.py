@@ -155,14 +155,14 @@ def check_arguments(
         UsageError: the session sets the argument itself, or the argument has no meaning there.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise UsageError("HT507.loader-length-fixed", kind=type(dataset).__name__)
+        raise UsageError("HT507.no-length", dataset=type(dataset).__name__)
     own = sorted(_OWN_ARGUMENTS & more.keys())
     if own:
-        raise UsageError("HT507.loader", own=", ".join(own))
+        raise UsageError("HT507.argument-of-session", arguments=", ".join(own))
     if train and batch_size is not None:
-        raise UsageError("HT507.loader-batch-size", batch_size=batch_size)
+        raise UsageError("HT507.batch-size", batch_size=batch_size)
     if not train and drop_last is not None:
-        raise UsageError("HT507.loader-drop-last")
+        raise UsageError("HT507.drop-last")
 
 
 # Arguments for order, size and processes, which the session sets.

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hpctrain.arguments import Batches, Options
 from hpctrain.cluster.texts import ranks_text
+from hpctrain.data.libraries import begin_pipelines
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 from hpctrain.process.pytree import tensors_in
@@ -46,16 +47,11 @@ def check_own(loader: Any, options: Options, batches: Batches, parts: int) -> No
     size_given = options.batch_size is not None or options.global_batch is not None
     whole = isinstance(loader.sampler, BatchSampler)  # then an index is a list of them
     if loader.batch_size is None and loader.batch_sampler is None and not (size_given or whole):
-        raise UsageError("HT509.dataloader-without-batches")
+        raise UsageError("HT509.no-batch-size")
     if size_given and isinstance(size, int) and size != batches.batch_size:
-        raise UsageError(
-            "HT509.dataloader-batches-but",
-            size=size,
-            batches=batches,
-            detail="session.prepare(…, loader, split_batches=True), as the loader has whole steps"
-            if size == batches.global_batch
-            else f"--batch-size {size}",
-        )
+        whole_steps = size == batches.global_batch
+        key = "HT509.global-batches" if whole_steps else "HT509.batch-size-differs"
+        raise UsageError(key, size=size, batches=batches)
 
 
 def batch_size(loader: DataLoader[Any], parts: int) -> int | None:
@@ -73,13 +69,8 @@ def batch_size(loader: DataLoader[Any], parts: int) -> int | None:
         return None
     if size % parts:
         below, above = size // parts * parts, -(-size // parts) * parts
-        raise UsageError(
-            "HT505.split-batches-true",
-            size=size,
-            parts=parts,
-            detail=f"batch_size={below}" if below else "",
-            above=above,
-        )
+        fixes = [f"batch_size={fitting}" for fitting in (below, above) if fitting]
+        raise UsageError("HT505.split-batches", size=size, parts=parts, fixes=fixes)
     return size // parts
 
 
@@ -97,24 +88,29 @@ def divided(loader: DataLoader[Any], world_size: int) -> bool:
 
 
 def begin_own(loader: Any, epoch: int, seed: int) -> None:
-    """Prepare a DataLoader for an epoch, so that a resumed run gets the same batches.
+    """Prepare a loader for an epoch, so that a resumed run gets the same batches.
 
     A sampler with `set_epoch`, such as DistributedSampler, gets the epoch, and an IterableDataset
-    with it too. A generator of the loader or sampler is seeded from the run's seed, the generator's
-    first seed and the epoch.
+    with it too; those of MosaicML Streaming and webdataset have a counter. A generator of the
+    loader or sampler is seeded from the run's seed, the generator's first seed and the epoch.
 
     Args:
         loader: any iterable of batches.
         epoch: number of the epoch, from 0.
         seed: seed of the run.
     """
+    begin_pipelines(loader, epoch, seed)
     if not isinstance(loader, DataLoader):
+        if isinstance(loader, IterableDataset) and callable(getattr(loader, "set_epoch", None)):
+            loader.set_epoch(epoch)  # type: ignore[attr-defined]
         return
     sampler = sampler_of(loader)
     streams = isinstance(loader.dataset, IterableDataset)
     for owner in (sampler, loader.batch_sampler, loader.dataset if streams else None):
         if callable(set_epoch := getattr(owner, "set_epoch", None)):
             set_epoch(epoch)
+    if streams and hasattr(loader.dataset, "next_epoch"):  # of MosaicML Streaming
+        loader.dataset.next_epoch = epoch
     owners = {getattr(owner, "generator", None): owner for owner in (loader, sampler)}
     for generator, owner in owners.items():
         if isinstance(generator, torch.Generator):
@@ -161,7 +157,7 @@ def split_themselves(fingerprints: Sequence[str]) -> bool:
     if len(different) > 1:
         twice = next(digest for digest in fingerprints if fingerprints.count(digest) > 1)
         same = [rank for rank, digest in enumerate(fingerprints) if digest == twice]
-        raise UsageError("HT508.begin-same-batch", ranks_text=ranks_text(same))
+        raise UsageError("HT508.same-batch-on-some-ranks", ranks=ranks_text(same))
     return False
 
 

@@ -45,11 +45,9 @@ class TrainingSampler(Sampler[list[int]]):
         self, length: int, batches: Batches, world: World, seed: int, drop_last: bool = True
     ) -> None:
         if length < (batches.global_batch if drop_last else 1):
+            largest = max(length // world.world_size, 1) * world.world_size
             raise UsageError(
-                "HT506.samples-but-global",
-                length=length,
-                batches=batches,
-                length_2=max(length // world.world_size, 1) * world.world_size,
+                "HT506.too-few-samples", length=length, batches=batches, max_global_batch=largest
             )
         self.length = length
         self.batches = batches
@@ -122,7 +120,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
     def __init__(self, length: int, batch_size: int, world: World, even: bool = False) -> None:
         if even and 0 < length < world.world_size:
-            raise UsageError("HT507.samples-evaluation-ranks", length=length, world=world)
+            raise UsageError("HT507.fewer-samples-than-ranks", length=length, world=world)
         self.length = length
         self.batch_size = batch_size
         batches = -(-length // batch_size)

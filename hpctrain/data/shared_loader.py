@@ -92,7 +92,7 @@ class SharedLoader(Shared):
     def _weighed(self, order: Order, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for number, batch in enumerate(batches):
             if not order.begun:
-                raise UsageError("HT508.does-read-batch", kind=type(self.source).__name__)
+                raise UsageError("HT508.custom-iterator", loader=type(self.source).__name__)
             if number == 0 and self._whole and self._sharing.world_size > 1:
                 refuse_other_order(self._sharing.exchange(order.begun), self.source.sampler)
             yield batch, order.weights.pop(number, 1.0)
@@ -176,7 +176,7 @@ def refuse_other_order(digests: Sequence[str], sampler: Any) -> None:
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if ranks:
         raise UsageError(
-            "HT611.draws-another-order", kind=type(sampler).__name__, ranks_text=ranks_text(ranks)
+            "HT611.order-differs", sampler=type(sampler).__name__, ranks=ranks_text(ranks)
         )
 
 
@@ -190,10 +190,5 @@ def refuse_short(batches: int, slots: int) -> None:
     Raises:
         UsageError: always.
     """
-    raise UsageError(
-        "HT506.loader-batches-but",
-        batches=batches,
-        slots=slots,
-        detail="smaller batches" if batches else "a loader with samples",
-        detail_2="drop_last=False" if batches else "",
-    )
+    key = "HT506.too-few-batches" if batches else "HT506.empty-loader"
+    raise UsageError(key, batches=batches, slots=slots)

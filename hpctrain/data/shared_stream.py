@@ -1,8 +1,8 @@
 """Streams of batches without an order of indices, split over the ranks as they are read."""
 
 import copy
-import sys
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hpctrain.backends.base import Backend
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.feed import feed
+from hpctrain.data.libraries import generators, split_over_ranks, stateful
 from hpctrain.data.loader import Loader, evaluated
 from hpctrain.data.own_loaders import begin_own, fingerprint, length_of, samples, split_themselves
 from hpctrain.data.shared_loader import begun, copied, refuse_short
@@ -45,7 +46,11 @@ class SharedStream(Shared):
         self._next = 0  # first micro-batch of this rank that is not read yet
         self._states: dict[int, Any] = {}  # states of the source, by the next micro-batch
         data = source.dataset if isinstance(source, DataLoader) else source
-        self._own, self._by_node = _of_node(data, sharing)
+        self._own: Any = data
+        self._by_node = False
+        if sharing.world_size > 1 and not sharing.same_data:
+            self._own, self._by_node = split_over_ranks(data, sharing.rank, sharing.world_size)
+        self._generators = generators(self._own) if self._by_node else ""
         if isinstance(source, DataLoader):
             changes: dict[str, Any] = {"dataset": self._own}
             if split and source.batch_size is not None:
@@ -54,8 +59,9 @@ class SharedStream(Shared):
                 changes.update(batch_size=size, batch_sampler=batched)
             self._own = copied(source, **changes)
         self._streams = isinstance(getattr(source, "dataset", None), IterableDataset)
-        self._stateful = hasattr(self._own, "state_dict") and hasattr(self._own, "load_state_dict")
         self._workers: int = getattr(source, "num_workers", 0)
+        self._stateful = stateful(self._own, self._workers)
+        self._first_batch = ""  # fingerprint of the first batch of this epoch
         self._drop_last = bool(getattr(source, "drop_last", False))
         self._draws = not (self._workers or isinstance(source, (list, tuple, Loader)))
 
@@ -65,28 +71,44 @@ class SharedStream(Shared):
 
     def begin(self, epoch: int, first: int, state: Any = None) -> None:
         """Prepare the next iteration for training; without a state read all batches again."""
-        loads = state is not None and self._stateful
-        if loads:
-            self._own.load_state_dict(state)
+        first_batch = ""
+        if isinstance(state, dict) and state.keys() == {_FIRST, _SOURCE}:
+            first_batch, state = state[_FIRST], state[_SOURCE]
+        loads = state is not None and self._stateful is not None
         self._states = {}
         self._next = first if loads else 0
-        batches, here = self._open(epoch)
+        batches, here = self._open(epoch, state if loads else None)
+        if loads:
+            self._first_batch = first_batch
         self._trained = self._parted(batches, here)
         if first and not loads:
-            if self._sharing.rank == 0:  # a warning is shown on each rank that logs it
-                logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
-            for _ in islice(self._trained, first):
-                pass
+            self._replay(first, first_batch)
+
+    def _replay(self, first: int, first_batch: str) -> None:
+        """Read the batches before the place of a resume again."""
+        rank = self._sharing.rank
+        if rank == 0:  # a warning is shown on each rank that logs it
+            logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
+        if first_batch and self._first_batch and first_batch != self._first_batch:
+            logger.warning(
+                "rank %d: this epoch began with another batch before the resume, so its order is "
+                "not repeated, as in a shuffle without a seed: some samples of this epoch are used "
+                "twice, and others not at all",
+                rank,
+            )
+        for _ in islice(self._trained or (), first):
+            pass
 
     def state_at(self, number: int) -> Any:
-        """Return the state of the source before a micro-batch of this rank; None without one.
+        """Return the state of the source before a micro-batch of this rank, for a checkpoint.
 
         Args:
             number: number of the micro-batch in its epoch, from 0.
         """
-        if number == self._next and number and self._stateful:
-            return copy.deepcopy(self._own.state_dict())
-        return self._states.get(number)
+        state = self._states.get(number)
+        if number == self._next and number and self._stateful is not None:
+            state = copy.deepcopy(self._stateful.state_dict())
+        return {_FIRST: self._first_batch, _SOURCE: state}
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
@@ -100,30 +122,39 @@ class SharedStream(Shared):
             batches = islice(batches, sharing.rank, None, sharing.world_size)
         return evaluated(self.events, feed(batches, sharing.placement), 0)
 
-    def _open(self, epoch: int) -> tuple[Iterator[Any], bool]:
-        """Return the batches of the source, and whether they have to be split here."""
+    def _open(self, epoch: int, state: Any = None) -> tuple[Iterator[Any], bool]:
+        """Return the batches of the source, and whether they have to be split here.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            state: state of the source to begin with; None begins with its first batch.
+        """
         sharing = self._sharing
         whose = [sharing.rank] if sharing.same_data else []
         stream = RandomStream(seeds.derive("stream", sharing.seed, epoch, *whose))
         begin_own(self._own, epoch, sharing.seed)
+        if state is not None:
+            self._stateful.load_state_dict(state)
         batches = begun(self._own, stream)
         if self._draws:
             batches = _drawn(batches, stream)
         compares = not (sharing.same_data or self._by_node or isinstance(self.source, Loader))
         # A second batch that is read ahead would be missing in the source's state.
         both = compares and self._streams and self._workers > 1
-        both = both and not (self._looked or self._stateful)
+        both = both and not self._looked and self._stateful is None
         head = list(islice(batches, 2 if both else 1))
-        seen = ""
-        if head and compares and (both or sharing.world_size > 1):
-            seen = fingerprint(head[0])
-            if both and seen and list(map(fingerprint, head[1:])) == [seen]:
-                seen = _TWICE
+        self._first_batch = seen = fingerprint(head[0]) if head else ""
+        if both and seen and list(map(fingerprint, head[1:])) == [seen]:
+            seen = _TWICE
+        elif not compares:
+            seen = hashlib.sha256(self._generators.encode()).hexdigest() if self._by_node else ""
         length = length_of(self._own)
         texts = sharing.exchange(f"{seen} {'' if length is None else length}")
         fingerprints, lengths = zip(*(text.split(" ") for text in texts), strict=True)
         if _TWICE in fingerprints:
             _refuse_workers(self.source, fingerprints.index(_TWICE))
+        if self._by_node and len(set(fingerprints)) > 1:
+            _refuse_shuffle(fingerprints)
         here = compares and (len(texts) == 1 or not split_themselves(fingerprints))
         if compares and len(texts) > 1 and not self._looked:
             self._tell(here)
@@ -179,37 +210,23 @@ class SharedStream(Shared):
 
     def _remember(self) -> None:
         """Keep the state of the source before the next batch is read."""
-        if self._stateful:
+        if self._stateful is not None:
             last = list(self._states.items())[-1:]
-            self._states = {**dict(last), self._next: copy.deepcopy(self._own.state_dict())}
+            self._states = {**dict(last), self._next: copy.deepcopy(self._stateful.state_dict())}
 
 
+_FIRST, _SOURCE = "first batch", "source"  # in the state of a stream
 _TWICE = "twice"  # in place of a fingerprint: two workers of the rank begin with the same batch
 
 
 def _refuse_workers(source: Any, rank: int) -> None:
-    raise UsageError(
-        "HT508.two-workers-dataloader", rank=rank, source=source, kind=type(source.dataset).__name__
-    )
+    dataset = type(source.dataset).__name__
+    raise UsageError("HT508.same-batch-in-workers", rank=rank, loader=source, dataset=dataset)
 
 
-def _of_node(dataset: Any, sharing: Sharing) -> tuple[Any, bool]:
-    """Return a data set of Hugging Face split over the ranks; True if it is split by its library.
-
-    Args:
-        dataset: any data set; others are returned as they are.
-        sharing: how the ranks share it.
-    """
-    library = sys.modules.get("datasets")
-    if library is None or not isinstance(dataset, getattr(library, "IterableDataset", ())):
-        return dataset, False
-    if sharing.same_data or sharing.world_size == 1:
-        return dataset, False
-    if getattr(dataset, "_distributed", None) is not None:  # the script has split it
-        return dataset, True
-    from datasets.distributed import split_dataset_by_node
-
-    return split_dataset_by_node(dataset, sharing.rank, sharing.world_size), True
+def _refuse_shuffle(generators: Sequence[str]) -> None:
+    ranks = [rank for rank, one in enumerate(generators) if one != generators[0]]
+    raise UsageError("HT611.stream-hugging-face", ranks_text=ranks_text(ranks))
 
 
 def _drawn(batches: Iterator[Any], stream: RandomStream) -> Iterator[Any]:

@@ -73,18 +73,9 @@ class SkipUnreadable(Dataset[Any]):
             return
         name, reason = _name(self.dataset, index), f"{type(error).__name__}: {error}"
         if len(self._skipped) >= self.limit:
-            more = max(2 * self.limit, 10)
-            others = f"; {self.limit} other samples before it" if self.limit else ""
-            raise DataError(
-                "HT517.cannot-read",
-                name=name,
-                reason=reason,
-                others=others,
-                detail=f"at most {self.limit} such samples in the whole data set"
-                if self.limit
-                else "a sample that can be read",
-                more=more,
-            ) from error
+            key = "HT517.too-many-unreadable" if self.limit else "HT517.unreadable"
+            values = {"limit": self.limit, "next_limit": max(2 * self.limit, 10)}
+            raise DataError(key, name=name, reason=reason, **values) from error
         self._skipped.add(index)
         logger.warning("%s cannot be read, and is skipped: %s", name, reason)
 

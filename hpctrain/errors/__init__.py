@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from hpctrain.errors import codes, exit_codes
+from hpctrain.errors import exit_codes
 
 __all__ = [
     "CheckpointError",
@@ -58,6 +58,8 @@ class HpctrainError(Exception):
     reported_by_rank_0 = False
 
     def __init__(self, key: str, /, **values: object) -> None:
+        from hpctrain.errors import codes  # only for an error
+
         if key.startswith("Caught ") and not values:
             self._set(*self._in_worker(key))
         elif codes.is_key(key):

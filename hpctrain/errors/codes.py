@@ -7,7 +7,7 @@ import functools
 import re
 import string
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ def is_key(text: str) -> bool:
 def message(key: str, **values: object) -> Message:
     """Return a message with its placeholders filled in.
 
-    A fix that is one placeholder becomes one fix for each item of a list. Empty fixes are omitted.
+    A fix that is one placeholder becomes one fix for each item of a list or another iterable. Empty
+    fixes are omitted.
 
     Args:
         key: key of the message.
@@ -92,7 +93,10 @@ def message(key: str, **values: object) -> Message:
     fixes: list[str] = []
     for fix in template.fixes:
         several = values.get(fix[1:-1]) if fix.startswith("{") else None
-        fixes += several if isinstance(several, (list, tuple)) else [_fill(fix, values)]
+        if isinstance(several, Iterable) and not isinstance(several, str):
+            fixes += several
+        else:
+            fixes.append(_fill(fix, values))
     return Message(
         code,
         _fill(template.found, values),

@@ -24,7 +24,7 @@ from hpctrain.process.logging import logger
 try:
     import submitit
 except ImportError as error:
-    raise UsageError("HT812.submitit-cannot-imported", error=error) from None
+    raise UsageError("HT812.no-submitit", error=error) from None
 
 __all__ = ["send"]
 
@@ -52,14 +52,14 @@ def send(
     others = [name for name in _OF_SCRIPTS if getattr(spec, name)]
     others += ["launcher = none"] if spec.launcher == "none" else []
     if others:
-        raise UsageError("HT811.job-submitit", others=", ".join(others))
+        raise UsageError("HT811.unsupported-by-submitit", fields=", ".join(others))
     name = spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
     spec = site.completed(replace(spec, name=name), env)
     with new_folder() as folder:
         try:
             executor = _Executor(folder, spec, env)
         except RuntimeError as error:
-            raise StartError("HT815.slurm-here", error=error) from None
+            raise StartError("HT815.no-slurm-for-submitit", error=error) from None
         job_id = executor.submit(work).job_id
         run_dir = job_paths.run_directory(spec, job_id, None, env).absolute()
         record = JobRecord(folder, job_id, spec.ranks, run_dir)
@@ -78,18 +78,14 @@ def _work(
     known = callable(train) or (is_script and not kwargs)
     if not (known and isinstance(spec, JobSpec) and isinstance(args, (tuple, list))):
         raise UsageError(
-            "HT813.submit-args-kwargs",
-            train=train,
-            kind=type(spec).__name__,
-            args=args,
-            kwargs=kwargs,
+            "HT813.invalid-submit-call", train=train, kind=type(spec), args=args, kwargs=kwargs
         )
     if callable(train):
         _check_arguments(train, args, kwargs)
         return function.pack(train, args, kwargs), getattr(train, "__name__", type(train).__name__)
     path = os.path.abspath(train)
     if not os.path.isfile(path):
-        raise UsageError("HT805.file", train=os.fspath(train))
+        raise UsageError("HT805.no-script-to-submit", script=os.fspath(train))
     return function.pack(function.run_script, (path, *args), {}), Path(path).stem
 
 
@@ -104,14 +100,9 @@ def _check_arguments(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = getattr(train, "__name__", type(train).__name__)
+        function = f"{getattr(train, '__name__', type(train).__name__)}{signature}"
         raise UsageError(
-            "HT813.args-kwargs",
-            name=name,
-            signature=signature,
-            args=args,
-            kwargs=kwargs,
-            error=error,
+            "HT813.arguments-do-not-fit", function=function, args=args, kwargs=kwargs, error=error
         ) from None
 
 

@@ -67,7 +67,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         UsageError: the function or an argument cannot be pickled.
     """
-    call = calls.pack(function, args, kwargs, "HT814.call")
+    call = calls.pack(function, args, kwargs, "HT814.cannot-pickle")
     return RankWork(call, tuple(os.fspath(entry) for entry in sys.path), tuple(sys.argv))
 
 
@@ -109,8 +109,7 @@ def _redirect_output(path: Path) -> None:
 
 def _exit_error(system_exit: SystemExit) -> HpctrainError:
     """Return the error for sys.exit(3) or sys.exit("why")."""
-    code = system_exit.code if isinstance(system_exit.code, int) else 1
-    text = f": {system_exit.code}" if not isinstance(system_exit.code, int) else ""
-    error = HpctrainError("HT822.script-exited-code", code=code, text=text)
-    error.exit_code = code
+    code = system_exit.code
+    error = HpctrainError("HT822.script-exited", code=code)
+    error.exit_code = code if isinstance(code, int) else 1
     return error

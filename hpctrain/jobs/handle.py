@@ -26,15 +26,14 @@ _SECONDS_FOR_RESULT = 15.0
 _LAST_LINES = 20
 _UNKNOWN = "unknown"
 
-# In the reason of a failed run: the rank that failed first, and its host.
-_FIRST = re.compile(r"rank ([0-9]+)((?: on \S+)?) failed, ")
-_AGAIN = "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)"
-# Why a job ended in a state, and fixes.
-_CAUSES: dict[str, tuple[str, ...]] = {
-    "CANCELLED": ("it was cancelled", _AGAIN),
-    "TIMEOUT": ("it was still running at its time limit", "a longer time", "a longer signal_time"),
-    "OUT_OF_MEMORY": ("it used more memory than it had", "JobSpec(memory=…)"),
-    "NODE_FAIL": ("a host was lost", _AGAIN),
+# In the reason of a failed run: the rank that failed first, and its node.
+_FIRST = re.compile(r"rank ([0-9]+)(?: on (\S+))? failed, ")
+# Messages by the state in which a job ended.
+_BY_STATE = {
+    "CANCELLED": "HT823.cancelled",
+    "TIMEOUT": "HT823.time-limit",
+    "OUT_OF_MEMORY": "HT823.out-of-memory",
+    "NODE_FAIL": "HT823.node-failed",
 }
 
 
@@ -116,7 +115,7 @@ class Job:
             rank: number of the rank.
         """
         if not 0 <= rank < self.ranks:
-            raise UsageError("HT813.logs", rank=rank, ranks=self.ranks - 1)
+            raise UsageError("HT813.no-such-rank", rank=rank, last=self.ranks - 1)
         return self._record.log(rank)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -140,7 +139,7 @@ class Job:
         try:
             slurm.cancel([self.id], os.environ)
         except slurm.NoAnswerError as error:
-            raise HpctrainError("HT816.job-cancelled-2", id=self.id, error=error) from None
+            raise HpctrainError("HT816.not-cancelled", label=self.id, error=error) from None
 
     def _look(self) -> tuple[str, bool]:
         """Return the state, and whether the job has ended."""
@@ -160,7 +159,8 @@ class Job:
 
     def _failure(self, state: str, outcomes: list[Outcome]) -> HpctrainError:
         """Return an error with the first failed rank and its traceback, or with the job's end."""
-        of_job = f"of job {self.id}" if self.ranks == 1 else f"of {self.ranks} of job {self.id}"
+        if state in _BY_STATE:
+            return HpctrainError(_BY_STATE[state], job=self)
         failed = [
             rank for rank, one in enumerate(outcomes) if one is not None and one[0] == "error"
         ]
@@ -168,27 +168,20 @@ class Job:
         named = _FIRST.search(reason)
         first = int(named[1]) if named else None
         # A rank that was killed has no result; the errors of the others follow from that.
-        if failed and state not in _CAUSES and (first is None or outcomes[first] is not None):
+        if failed and (first is None or outcomes[first] is not None):
             if first is None:
                 first = min(failed, key=lambda rank: self._record.result(rank).stat().st_mtime_ns)
-            host = named[2] if named else ""
+            node = (named and named[2]) or "an unknown node"
             _, trace = outcomes[first] or ("", "")
             text = str(trace).rstrip()
             return HpctrainError(
-                "HT822.rank-failed", first=first, of_job=of_job, host=host, text=text
+                "HT822.rank-failed", rank=first, job=self, node=node, traceback=text
             )
-        cause, *fixes = _CAUSES.get(state, ("",))
-        if not cause:
-            rank = outcomes.index(None) if first is None else first
-            cause = reason or f"rank {rank} {of_job} has no result"
-            tail = "\n".join(self.logs(rank).splitlines()[-_LAST_LINES:])
-            cause += f"; the last output of rank {rank}:\n{tail}" if tail else ""
-            fixes = [f"hpctrain requeue {self.id}"] if first is not None else []
-        message = f"job {self.id} ended as {state}: {cause}"
-        run = os.fspath(self.run_dir)
-        return HpctrainError(
-            "HT823.failure", message=message, fixes=(fix.format(run=run) for fix in fixes)
-        )
+        key = "HT823.run-failed" if first is None else "HT823.rank-failed"
+        rank = outcomes.index(None) if first is None else first
+        reason = reason or f"rank {rank} of {self.ranks} has no result"
+        output = "\n".join(self.logs(rank).splitlines()[-_LAST_LINES:]) or "(none)"
+        return HpctrainError(key, job=self, state=state, reason=reason, rank=rank, output=output)
 
     def _reason(self) -> str:
         """Return why the run has failed, as `hpctrain run` has recorded it; else empty."""

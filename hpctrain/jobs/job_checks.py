@@ -29,17 +29,16 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UsageError("HT805.current-folder-does") from None
+        raise UsageError("HT805.current-folder-deleted") from None
     for name in ("stage_code", "stage_environment", "stage_data"):
         path = getattr(spec, name)
         if path and not os.path.exists(path):
-            raise UsageError("HT805.does-exist", name=name, path=path)
+            raise UsageError("HT805.no-such-path", name=name, path=path)
     notes = []
     if spec.venv and not os.path.exists(os.path.join(spec.venv, "bin", "activate")):
-        found = f"venv = {spec.venv} has no bin/activate"
         if not os.path.isabs(spec.venv):
-            raise UsageError("HT805.virtual-environment-path", found=found)
-        notes.append(f"{found} on this host")
+            raise UsageError("HT805.no-venv", spec=spec)
+        notes.append(f"venv = {spec.venv} has no bin/activate on this node")
     if not spec.container and not spec.setup:
         notes += _check_command(spec, env)
     _check_options(spec)
@@ -59,11 +58,11 @@ def _check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
     # Another folder may be one that only the hosts of the job have.
     if run.exists() or not run.is_absolute():
         places.append((f"run_dir = {run}", run))
-    for found, place in places:
+    for field, place in places:
         above = (place.absolute(), *place.absolute().parents)
         existing = next(folder for folder in above if os.path.lexists(folder))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError("HT809.you-may-write", found=found, absolute=place.absolute())
+            raise UsageError("HT809.no-write-permission", field=field, folder=place.absolute())
 
 
 def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
@@ -73,17 +72,18 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     if is_python(program) and arguments and not arguments[0].startswith("-"):
         path = os.path.join(spec.stage_code, arguments[0])
         if not os.path.isfile(path):
-            where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"
-            found = f"{shlex.join(spec.command[:2])}: {arguments[0]} is no file {where}"
+            command, folder = shlex.join(spec.command[:2]), os.getcwd()
             if not spec.dependency and not os.path.isabs(path):
-                raise UsageError("HT805.script-path", found=found, getcwd=os.getcwd())
-            notes.append(found)
+                raise UsageError(
+                    "HT805.no-script-in-command", command=command, path=path, folder=folder
+                )
+            notes.append(f"{command}: {path} is not a file in {folder}")
     folders = [os.path.join(spec.venv, "bin")] if spec.venv else []
     path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
     provided_later = spec.modules or spec.conda or spec.stage_environment or spec.stage_code
     if not provided_later and shutil.which(program, path=path) is None:
         _refuse_mistake(spec, path)
-        notes.append(f"{program} is no program on the PATH of this host")
+        notes.append(f"{program} is not on the PATH of this node")
     if operators := [argument for argument in arguments if argument in _SHELL_OPERATORS]:
         notes.append(f"no shell reads the command: {operators[0]} is an argument (bash -c '…')")
     return notes
@@ -107,7 +107,8 @@ def _refuse_mistake(spec: JobSpec, path: str) -> None:
     """Raise UsageError if a program that is not on a PATH is one of two known mistakes."""
     program = spec.command[0]
     if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
-        raise UsageError("HT806.command-program", command=shlex.join(spec.command), program=program)  # fmt: skip
+        command = shlex.join(spec.command)
+        raise UsageError("HT806.script-without-python", command=command, program=program)
     first, *others = program.split() or [""]
     if others and len(spec.command) == 1 and shutil.which(first, path=path):
-        raise UsageError("HT806.command-one-word", program=shlex.quote(program), program_2=program)  # fmt: skip
+        raise UsageError("HT806.command-in-quotes", program=program)

@@ -24,7 +24,7 @@ def read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError("HT802.cannot-read", path=path, error=error) from None
+        raise UsageError("HT802.cannot-read-job", path=path, error=error) from None
     if problems := unknown(list(values)):
         raise complaint(problems, str(path))
     return values

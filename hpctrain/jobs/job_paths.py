@@ -56,12 +56,8 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path:
     try:
         return Path(_expanded(folder, spec, env))
     except LookupError as error:
-        raise UsageError(
-            "HT807.output-folder-named",
-            spec=spec,
-            error=error,
-            text=os.path.join("logs", os.path.basename(spec.output)),
-        ) from None
+        file = os.path.basename(spec.output)
+        raise UsageError("HT807.pattern-in-folder", spec=spec, pattern=error, file=file) from None
 
 
 def _expanded(

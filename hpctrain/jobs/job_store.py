@@ -113,14 +113,8 @@ def find(job: str | int | os.PathLike[str]) -> JobRecord:
             _refuse_other_users(record.folder)
             return record
         known += [record.id] if record is not None else []
-    raise UsageError(
-        "HT818.job-submitted-folder",
-        name=name,
-        detail=f"one of {', '.join(known[:10])}"
-        if known
-        else "the id of a job submitted from here",
-        FOLDERS=FOLDERS,
-    )
+    text = ", ".join(known[:10]) or "there are none"
+    raise UsageError("HT818.unknown-submitit-job", name=name, known=text, folders=FOLDERS)
 
 
 def _read(folder: Path) -> JobRecord | None:
@@ -141,4 +135,4 @@ def _refuse_other_users(folder: Path) -> None:
     """Raise UsageError if others can write in a folder, as reading a pickle can run code."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UsageError("HT820.other-users-can", folder=folder)
+        raise UsageError("HT820.folder-not-private", folder=folder)

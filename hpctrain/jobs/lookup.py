@@ -68,13 +68,9 @@ def find(
     if len(labels) == 1:
         return Named(name, labels.pop(), tuple(jobs))
     if jobs:
-        raise UsageError(
-            "HT818.name-jobs",
-            name=name,
-            number_of_labels=len(labels),
-            jobs=", ".join(f"{job.label} ({printable(job.state)})" for job in jobs),
-        )
-    raise UsageError("HT818.neither-job-nor", name=name, candidates=_candidates(user_jobs))
+        known = ", ".join(f"{job.label} ({printable(job.state)})" for job in jobs)
+        raise UsageError("HT818.several-jobs-with-name", name=name, jobs=known)
+    raise UsageError("HT818.no-such-job", name=name, candidates=_candidates(user_jobs))
 
 
 def without_slurm(name: str) -> Path:
@@ -86,11 +82,7 @@ def without_slurm(name: str) -> Path:
     if path := _run(name):
         return path
     known = ", ".join(printable(path) for path in runs()[-20:])
-    raise UsageError(
-        "HT818.run-here",
-        name=name,
-        detail=f"one of {known}" if known else "a run directory; there are no runs below ./runs",
-    )
+    raise UsageError("HT818.no-such-run", name=name, runs=known or "there are none")
 
 
 def run_directory(name: str, env: Mapping[str, str]) -> Path:
@@ -111,14 +103,8 @@ def run_directory(name: str, env: Mapping[str, str]) -> Path:
         return without_slurm(name)
     found = {path for path in (run_of(job, env) for job in jobs) if path}
     if len(found) != 1:
-        several = ", ".join(sorted(map(printable, found)))
-        raise UsageError(
-            "HT818.run",
-            printable=printable(name),
-            number_of_found=len(found) or "no",
-            text="s" * (len(found) != 1),
-            detail=f": {several}" if found else " here",
-        )
+        several = ", ".join(sorted(map(printable, found))) or "none"
+        raise UsageError("HT818.not-one-run", name=printable(name), runs=several)
     return found.pop()
 
 
@@ -168,19 +154,16 @@ def own_jobs(
 
 def _check_owned(named: Named) -> Named:
     if not named.jobs:
-        job = f"job {named.label}" if named.label else "no job"
-        raise UsageError(
-            "HT819.run-slurm-list",
-            printable=printable(named.name),
-            job=job,
-            printable_2=printable(named.run_dir),
-        )
+        name, run_dir = printable(named.name), printable(named.run_dir)
+        label = named.label or "none"
+        raise UsageError("HT819.run-without-job", name=name, label=label, run_dir=run_dir)
     if others := [job for job in named.jobs if job.uid != str(os.getuid())]:
-        raise UsageError("HT820.job-belongs", named=named, printable=printable(others[0].user))
+        user = printable(others[0].user)
+        raise UsageError("HT820.job-of-another-user", named=named, user=user)
     return named
 
 
 def _candidates(user_jobs: Sequence[slurm.QueuedJob]) -> str:
     jobs = [f"{job.label} ({printable(job.name)})" for job in user_jobs if job.active]
     candidates = jobs[:20] + [printable(path) for path in runs()[-20:]]
-    return f"one of {', '.join(candidates)}" if candidates else "a job's number; you have no jobs"
+    return ", ".join(candidates) or "there are none"

@@ -31,11 +31,11 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
      ("cpus_per_task", "tasks_per_node", "nodes", "partition"), "what the partition has"),
     ("node count|invalid number of nodes",
      ("nodes", "exclude", "partition"), "a number that the partition has"),
-    ("invalid node name|nodelist", ("exclude", "extra"), "names of this cluster's hosts"),
-    ("memory", ("memory", "partition"), "what a host of the partition has"),
+    ("invalid node name|nodelist", ("exclude", "extra"), "names of this cluster's nodes"),
+    ("memory", ("memory", "partition"), "what a node of the partition has"),
     ("generic resource|gres|invalid trackable", ("gpus_per_node", "extra"),
      "GPUs that this cluster has, N or TYPE:N"),
-    ("feature", ("constraint",), "features of this cluster's hosts: sinfo --format='%n %f'"),
+    ("feature", ("constraint",), "features of this cluster's nodes: sinfo --format='%n %f'"),
     ("dependency", ("dependency",), "jobs that are still in Slurm's list"),
     ("array", ("array", "sweep"), "fewer indices, or smaller ones (MaxArraySize of Slurm)"),
     ("license", ("extra",), "licenses: scontrol show licenses"),
@@ -66,21 +66,15 @@ def refused(message: str, spec: JobSpec, env: Mapping[str, str]) -> StartError |
     lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in message.splitlines()]
     reason = "; ".join(line for line in lines if line) or "without a message"
     if _TEMPORARY.search(message):
-        return StartError("HT816.sbatch-could-submit", reason=reason)
-    found = f"sbatch refused the job: {reason}"
+        return StartError("HT816.cannot-submit", reason=reason)
     for pattern, names, expected in MEANINGS:
         if re.search(pattern, message, re.IGNORECASE):
             likely = [name for name in names if _given(spec, name)] or [names[0]]
             known = ", ".join(_accepted(likely[0], env))
             fixes = [_fix(name, _given(spec, name)) for name in likely[:4]]
-            return UsageError(
-                "HT817.refused-2",
-                found=found,
-                expected=expected,
-                detail=f": {known}" if known else "",
-                fixes=fixes,
-            )
-    return StartError("HT817.refused", found=found)
+            values = f"{expected}: {known}" if known else expected
+            return UsageError("HT817.invalid-value", reason=reason, expected=values, fixes=fixes)
+    return StartError("HT817.rejected", reason=reason)
 
 
 def _given(spec: JobSpec, name: str) -> str:

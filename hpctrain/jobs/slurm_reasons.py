@@ -44,9 +44,8 @@ def absent(reason: str, *instead: str) -> StartError:
         instead: what to do on a host without Slurm.
     """
     if "on the PATH" in reason:
-        place = "a login node of the cluster, or its Slurm module"
-        return StartError("HT815.absent", reason=reason, place=place, fixes=instead)
-    return StartError("HT816.answer", reason=reason)
+        return StartError("HT815.no-slurm-commands", reason=reason, fixes=instead)
+    return StartError("HT816.no-answer", reason=reason)
 
 
 def notes(job: QueuedJob) -> str:

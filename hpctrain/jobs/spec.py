@@ -180,7 +180,7 @@ class JobSpec:
             try:
                 replace(self, part=(), **own)
             except UsageError as error:
-                raise UsageError("HT801.part-job", number=number, error=error) from None
+                raise UsageError("HT801.invalid-part", number=number, error=error) from None
 
     @property
     def gpus(self) -> int:
@@ -280,15 +280,10 @@ def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
     return problems
 
 
-def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageError:
+def complaint(problems: Sequence[tuple[str, str]], source: str = "the job") -> UsageError:
     """Return an error with all problems: what was found and what was expected for each."""
     lines = "".join(f"\n  {found}\n    expected: {expected}" for found, expected in problems)
-    count = (
-        "a value of the job is" if len(problems) == 1 else f"{len(problems)} values of the job are"
-    )
-    return UsageError(
-        "HT801.invalid", detail=source + ": " if source else "", count=count, lines=lines
-    )
+    return UsageError("HT801.invalid-values", source=source, count=len(problems), lines=lines)
 
 
 def _shown(value: Any) -> str:

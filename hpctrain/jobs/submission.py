@@ -105,7 +105,7 @@ def _answer(script_text: str, spec: JobSpec, env: Mapping[str, str], *options: s
     try:
         answer = slurm.sbatch(script_text.encode(errors="surrogateescape"), env, options)
     except slurm.NoAnswerError as error:
-        instead = "hpctrain run …, to start the ranks on this machine"
+        instead = "hpctrain run … (starts the ranks on this machine)"
         raise absent(str(error), instead) from None
     if answer.code or not (answer.job or options):
         from hpctrain.jobs import sbatch_errors  # only on an error, as it is slow
@@ -119,4 +119,6 @@ def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError("HT809.output", pattern=job_paths.pattern(spec), error=error) from None
+        raise UsageError(
+            "HT809.cannot-create-log-folder", pattern=job_paths.pattern(spec), error=error
+        ) from None

@@ -5,6 +5,7 @@ by `hpctrain.options()`, and to open its Session itself. Its own options are lef
 """
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 from hpctrain.jobs.spec import JobSpec
@@ -45,7 +46,10 @@ def check(spec: JobSpec) -> None:
 
 
 def _set_by(script: str) -> set[str] | None:
-    """Return the names that a script sets itself; None if its command line may mean anything."""
+    """Return the names that a script sets itself; None if its command line may mean anything.
+
+    A `*` stands for every name.
+    """
     try:
         source = Path(script).read_bytes()
         tree = ast.parse(source if b"hpctrain" in source else b"")
@@ -59,20 +63,33 @@ def _set_by(script: str) -> set[str] | None:
     stored = {one.attr for one in attributes if isinstance(one.ctx, ast.Store)}
     used = {one.attr for one in attributes} | {one.id for one in nodes if isinstance(one, ast.Name)}
     parses = [one for name, one in calls if name.endswith(_PARSING)]
-    sets = [one for name, one in calls if name.endswith(_SETTING)]
+    sets = [(name, one) for name, one in calls if name.endswith(_SETTING)]
     imported = [
         one for one in nodes if isinstance(one, ast.ImportFrom) and one.module == "hpctrain"
     ]
-    made = [one for name, one in calls if name == "hpctrain.options"] or [
-        one for name, one in calls if name == "options" and imported
+    made = [(name, one) for name, one in calls if name == "hpctrain.options"] or [
+        (name, one) for name, one in calls if name == "options" and imported
     ]
     opens = any(name.endswith("Session") for name, _ in calls)
     if len(made) != 1 or not parses or not opens or _UNCLEAR & (keywords | texts | used):
         return None
     # Words that are not those of the command line, and settings by **values.
-    if any(one.args or one.keywords for one in parses) or None in [
-        keyword.arg for one in [*sets, *made] for keyword in one.keywords
-    ]:
+    absent = _absent_by_default(nodes)
+    if any(set(map(ast.unparse, one.args)) - absent or one.keywords for one in parses):
         return None
-    # Names that may be set: by keywords, attributes, and texts for setattr.
-    return keywords | texts | stored
+    unnamed = [name for name, one in [*sets, *made] if None in [k.arg for k in one.keywords]]
+    if any(not name.endswith("set_defaults") for name in unnamed):
+        return None
+    # Names that may be set: by keywords, attributes, and texts for setattr; * by **values.
+    return keywords | texts | stored | ({"*"} if unnamed else set())
+
+
+def _absent_by_default(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the parameters of functions whose default is None, as in `def parse(words=None)`."""
+    names = set()
+    for one in nodes:
+        if isinstance(one, ast.FunctionDef):
+            parameters = [*one.args.posonlyargs, *one.args.args]
+            pairs = zip(reversed(parameters), reversed(one.args.defaults), strict=False)
+            names |= {arg.arg for arg, value in pairs if ast.unparse(value) == "None"}
+    return names

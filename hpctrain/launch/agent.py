@@ -121,7 +121,7 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
             "ports": stores.ports if stores else None,
         }
         met = meet(
-            world, point, entry, announce=announce, check=_check_hosts, noun="host", option=""
+            world, point, entry, announce=announce, check=_check_hosts, noun="node", option=""
         )
         if stores is not None:
             stores.serve(env_vars.scrubbed(env))
@@ -147,13 +147,6 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
     return end
 
 
-def _without(host: str) -> str:
-    """Return what to type to leave a host out."""
-    if "SLURM_JOB_ID" in os.environ:
-        return f"#SBATCH --exclude={host}"
-    return f"submit the job without {host}, with the scheduler's own option"
-
-
 def _check_hosts(roster: Roster) -> Answer:
     """Check whether all hosts are fit, and have the same number or list of ranks.
 
@@ -166,14 +159,15 @@ def _check_hosts(roster: Roster) -> Answer:
     """
     unfit = {entry["host"]: entry["unfit"] for entry in roster.entries if entry["unfit"]}
     if unfit:
-        hosts = "; ".join(f"{host}: {reason}" for host, reason in unfit.items())
-        error = UnfitHostsError("HT219.unfit", hosts=hosts, fixes=[*map(_without, unfit)])
+        failures = "; ".join(f"{host}: {reason}" for host, reason in unfit.items())
+        key = "HT219.slurm-node-unfit" if "SLURM_JOB_ID" in os.environ else "HT219.node-unfit"
+        error = UnfitHostsError(key, failures=failures, nodes=",".join(unfit))
         error.hosts = list(unfit)
         raise error
     first = roster.entries[0]
     for entry in roster.entries:
         if entry["nproc"] != first["nproc"]:
-            raise ContradictionError("HT213.nproc-per-node", first=first, entry=entry)
+            raise ContradictionError("HT213.nproc-per-node-differs", first=first, entry=entry)
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 

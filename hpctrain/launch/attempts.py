@@ -213,12 +213,7 @@ def run(
     present = hosts.present()
     missing = [host for host in hosts.names if host not in present]
     if len(missing) > policy.spares:
-        raise StartError(
-            "HT210.hosts-cannot-used",
-            missing=", ".join(missing),
-            number_of_hosts_names=len(hosts.names),
-            fixes=hosts.fixes(missing[0]),
-        )
+        raise StartError(hosts.unusable, missing=",".join(missing), nodes=len(hosts.names))
     choice = HostChoice(hosts, present, policy.spares, environ)
     folder = _folder(directory, env)
     first = Attempt(command, environ, folder, launch, 0, ends_plain=policy.requeue_plain)
@@ -385,4 +380,4 @@ def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:
         prefix = f".attempts-{label}-{restart}-"
         return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=prefix))
     except OSError as error:
-        raise UsageError("HT617.run-directory-cannot", directory=directory, error=error) from None
+        raise UsageError("HT617.cannot-create", directory=directory, error=error) from None

@@ -80,8 +80,7 @@ def _mounts(env: Mapping[str, str], refused: str = _OF_BOTH) -> list[str]:
 def _checked(folder: str, refused: str) -> str:
     """Return a folder if its name can be mounted."""
     if set(folder) & set(refused):
-        expected = f"folders without {' '.join(refused)}"
-        raise UsageError("HT811.container-folder", folder=folder, expected=expected)
+        raise UsageError("HT811.cannot-mount", folder=folder, characters=" ".join(refused))
     return folder
 
 

@@ -78,7 +78,7 @@ class HostStart:
         """
         world = met.world
         if world.num_nodes != world.world_size:
-            raise UsageError("HT111.tasks-hosts-each", world=world)
+            raise UsageError("HT111.hpctrain-run-in-each-task", world=world)
         counts = rank_environment.layout(plan.nproc, met.shared["gpus"])
         return cls(plan, met, counts, point, env)
 

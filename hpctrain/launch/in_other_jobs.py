@@ -39,10 +39,6 @@ class _OtherJob(JobHosts):
         """Return all hosts."""
         return list(self.names)
 
-    def fixes(self, host: str) -> Sequence[str]:
-        """Return what to type if a host cannot be used."""
-        return (f"ssh {host} true (shows the reason)",)
-
     def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return a command that starts an agent on each host."""
         environ.setdefault(env_vars.MAIN_ADDRESS, hosts[0])  # MPICH's mpirun does not set it
@@ -107,7 +103,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
         try:
             lines = Path(env["PBS_NODEFILE"]).read_text().split()
         except OSError as error:
-            raise StartError("HT211.pbs-nodefile", env=env["PBS_NODEFILE"], error=error) from None
+            raise StartError("HT211.no-nodefile", path=env["PBS_NODEFILE"], error=error) from None
         # One line for each process of `mpiprocs`.
         counts = {host: lines.count(host) for host in lines}
         if max(counts.values(), default=0) < 2:
@@ -115,7 +111,7 @@ def hosts_of(env: Mapping[str, str], nproc: str | None) -> JobHosts | None:
     else:
         counts = {}
         if len(hosts := hosts_of_job(env)) > 1:
-            raise UsageError("HT211.job-lsf-hosts", number_of_hosts=len(hosts))
+            raise UsageError("HT211.several-nodes-of-lsf", nodes=len(hosts))
     if len(counts) < 2:
         return None
     return _OtherJob(counts, nproc, _flux_run if env.get("FLUX_URI") else _mpirun)
@@ -135,5 +131,5 @@ def _answer(*command: str) -> str:
     except commands.NoAnswerError as error:
         reason = str(error)
     raise StartError(
-        "HT211.starts-agent-each", command=" ".join(command), reason=reason, command_2=command
+        "HT211.launcher-failed", command=" ".join(command), reason=reason, program=command[0]
     )

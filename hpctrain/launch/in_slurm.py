@@ -63,13 +63,14 @@ class InSlurm(JobHosts):
     """
 
     broadcasts = True  # --input=all is the default of srun(1)
+    unusable = "HT210.slurm-nodes-unusable"
 
     def __init__(
         self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
     ) -> None:
         names = hosts_of_job(env)
         if twice := {name for name in names if names.count(name) > 1}:
-            raise UsageError("HT101.two-parts-job", twice=", ".join(sorted(twice)))
+            raise UsageError("HT101.node-in-two-parts", nodes=", ".join(sorted(twice)))
         counts = (_tasks(env, names) if nproc is None else None) or [0] * len(names)
         super().__init__(dict(zip(names, counts, strict=True)), nproc, inside)
         self._env = env
@@ -94,10 +95,6 @@ class InSlurm(JobHosts):
         except (OSError, slurm.NoAnswerError):
             return False
         return True
-
-    def fixes(self, host: str) -> Sequence[str]:
-        """Return what to type if a host cannot be used."""
-        return (f"scontrol show node {host} (shows the reason)", f"#SBATCH --exclude={host}")
 
     def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return an srun that starts an agent on each host."""
@@ -197,5 +194,6 @@ def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:
     text = env.get("SLURM_TASKS_PER_NODE", "")
     counts = expand_counts(text, "SLURM_TASKS_PER_NODE") if text else []
     if counts and len(counts) != len(hosts):
-        raise ContradictionError("HT101.slurm-tasks-per", text=text, number_of_hosts=len(hosts))
+        key, nodes = "HT101.tasks-per-node-incomplete", len(hosts)
+        raise ContradictionError(key, tasks_per_node=text, nodes=nodes)
     return counts if any(count > 1 for count in counts) else None

@@ -91,9 +91,11 @@ class JobHosts(ABC):
             agents.
         agents: whether an agent starts the ranks of each host; only then copies of the state are
             kept in memory.
+        unusable: key of the error for nodes that cannot be used.
     """
 
     broadcasts: bool = False
+    unusable: str = "HT210.nodes-unusable"
     agents: bool = True
 
     def __init__(
@@ -120,10 +122,6 @@ class JobHosts(ABC):
     def answers(self, host: str) -> bool:
         """Check whether a host that did not answer another one answers this process."""
         return False
-
-    @abstractmethod
-    def fixes(self, host: str) -> Sequence[str]:
-        """Return what to type if a host cannot be used."""
 
     def run(
         self,

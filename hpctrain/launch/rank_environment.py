@@ -83,12 +83,7 @@ def layout(per_node: str, gpus: Sequence[int]) -> tuple[int, ...]:
     if len(counts) == 1:
         counts *= nodes
     if len(counts) != nodes or any(count < 1 for count in counts):
-        raise UsageError(
-            "HT213.nproc-per-node-node",
-            per_node=per_node,
-            nodes=nodes,
-            detail="s" if nodes > 1 else "",
-        )
+        raise UsageError("HT213.nproc-per-node-invalid", per_node=per_node, nodes=nodes)
     return counts
 
 
@@ -220,7 +215,7 @@ def of_rank(
 
 def _check_number(ranks: int) -> None:
     if ranks > _MOST_RANKS:
-        raise UsageError("HT213.ranks-machine", ranks=ranks)
+        raise UsageError("HT213.too-many-ranks", ranks=ranks)
 
 
 def print_threads(env: Environ, ranks: int) -> None:

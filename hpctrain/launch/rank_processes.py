@@ -91,7 +91,7 @@ class Rank:
         except (FileNotFoundError, PermissionError) as error:
             raise no_program(command[0], error, environ) from None
         except OSError as error:
-            raise StartError("HT212.rank-cannot-started", number=number, error=error) from None
+            raise StartError("HT212.no-process", rank=number, error=error) from None
         return cls(number, process)
 
     def begin(self, number: int, environ: Mapping[str, str]) -> None:
@@ -191,8 +191,7 @@ def no_program(name: str, error: OSError, environ: Mapping[str, str]) -> UsageEr
     # If a folder on the PATH cannot be searched, the system denies permission to any name.
     absent = shutil.which(name, os.F_OK, environ.get("PATH")) is None
     reason = os.strerror(errno.ENOENT) if absent else error.strerror
-    expected = "a program on the PATH, or the path of one"
-    return UsageError("HT806.cannot-started", name=name, reason=reason, expected=expected)
+    return UsageError("HT806.cannot-start", program=name, reason=reason)
 
 
 def signal_name(number: int) -> str:

@@ -122,7 +122,7 @@ class SlurmJob:
         count = self.env.get("SLURM_ARRAY_TASK_COUNT", "1")
         exported = self.env.get(env_vars.RUN_DIR)
         if exported and self.allocation.array_task is not None and count not in ("", "1"):
-            raise UsageError("HT804.hpctrain-run-dir", exported=exported, count=count)
+            raise UsageError("HT804.one-run-dir-for-array", run_dir=exported, tasks=count)
         if exported:
             return top / exported
         if given:

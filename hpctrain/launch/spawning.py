@@ -89,16 +89,11 @@ def spawn(
 def _check(function: object, nproc: object, args: object) -> None:
     is_number = isinstance(nproc, int) and not isinstance(nproc, bool) and nproc > 0
     if not callable(function):
-        found = f"spawn({function!r}, …)"
-        expected = "a function, or something else that can be called"
-    elif not isinstance(args, (tuple, list)):
-        found = f"spawn(…, args=…) with a {type(args).__name__}"
-        expected = "a tuple or list of arguments; with one argument args=(ARGUMENT,)"
-    elif not is_number and nproc != "auto":
-        found, expected = f"spawn(…, nproc={nproc!r})", 'a number of ranks from 1 on, or "auto"'
-    else:
-        return
-    raise UsageError("HT214.check", found=found, expected=expected)
+        raise UsageError("HT214.not-a-function", function=function)
+    if not isinstance(args, (tuple, list)):
+        raise UsageError("HT214.args-not-a-list", args_type=type(args).__name__)
+    if not is_number and nproc != "auto":
+        raise UsageError("HT214.nproc-invalid", nproc=nproc)
 
 
 def _refuse_inside_of_ranks() -> None:
@@ -108,7 +103,7 @@ def _refuse_inside_of_ranks() -> None:
     except UsageError:
         return  # contradictory variables, which the ranks do not get
     if world.launcher == "hpctrain" or world.world_size > 1:
-        raise UsageError("HT215.spawn-rank-started", world=world)
+        raise UsageError("HT215.spawn-in-rank", world=world)
 
 
 def _interrupt(outcome: supervisor.Outcome) -> None:
@@ -131,20 +126,21 @@ def _results(
     count, first = len(outcome.ranks), outcome.first
     results = [folder / f"result-{rank.number}" for rank in outcome.ranks]
     missing = [number for number, path in enumerate(results) if not path.exists()]
-    if first is not None:
-        text = f"rank {first.number} of {count} failed first, {first.describe_end()}"
-    elif missing:
-        reason = f": {exit_status[1]}" if exit_status else ""
-        text = f"rank {missing[0]} of {count} left before the function returned{reason}"
-    else:
+    if first is None and not missing:
         # Only this user can write to the folder.
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
-    code = exit_status[0] if exit_status and exit_status[0] else outcome.code
-    if UsageError.exit_code in (code, first and first.code):
-        raise UsageError("HT217.results", text=text)
-    error = HpctrainError("HT217.results", text=text)
-    if exit_status and exit_status[0]:
-        error.exit_code = exit_status[0]
+    code, reason = exit_status or (0, "")
+    wrong_use = UsageError.exit_code in (code or outcome.code, first and first.code)
+    kind = UsageError if wrong_use else HpctrainError
+    if first is not None:
+        end = first.describe_end()
+        error = kind("HT217.rank-failed", rank=first.number, ranks=count, end=end)
+    elif exit_status:
+        error = kind("HT217.rank-ended-with-reason", rank=missing[0], ranks=count, reason=reason)
+    else:
+        error = kind("HT217.rank-ended", rank=missing[0], ranks=count)
+    if code and not wrong_use:
+        error.exit_code = code
     raise error
 
 
@@ -162,7 +158,7 @@ def run_rank(name: str) -> None:
     sys.path[:], sys.argv[:] = path, arguments
     rank = launchers.detect().rank
     result = calls.make(call)
-    data = calls.pickled(result, "HT216.result", rank=rank, kind=type(result).__name__)
+    data = calls.pickled(result, "HT216.result", rank=rank, result_type=type(result).__name__)
     file = folder / f"result-{rank}"
     file.with_suffix(".new").write_bytes(data)
     os.replace(file.with_suffix(".new"), file)

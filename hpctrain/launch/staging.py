@@ -77,7 +77,7 @@ def _copy(
         _run("tar", "-C", str(place), "--force-local", "-xf", environment)
         programs = place / "bin"
         if not programs.is_dir():
-            raise StartError("HT218.bin-top", environment=environment)
+            raise StartError("HT218.archive-without-bin", environment=environment)
         if (programs / "conda-unpack").exists():  # conda-pack requires this
             _run(str(programs / "python"), str(programs / "conda-unpack"))
         variables["PATH"] = f"{programs}:{env.get('PATH', os.defpath)}"
@@ -132,6 +132,4 @@ def _failed(folder: Path, error: Exception) -> StartError:
     if isinstance(error, shutil.Error):  # a list: source, copy and reason for each file
         (_, _, reason), *others = error.args[0]
         reason += f", and {len(others)} more" if others else ""
-    return StartError(
-        "HT218.cannot-copy-files", nodename=os.uname().nodename, folder=folder, reason=reason
-    )
+    return StartError("HT218.copy-failed", node=os.uname().nodename, folder=folder, reason=reason)

@@ -20,7 +20,7 @@ def steps(text: str) -> range:
     """
     match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text, re.ASCII)
     if match is None or int(match[1]) >= int(match[2]):
-        raise UsageError("HT653.profile", text=text)
+        raise UsageError("HT653.not-a-range", text=text)
     return range(int(match[1]), int(match[2]))
 
 

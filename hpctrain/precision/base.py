@@ -80,9 +80,11 @@ class Precision:
                 support a setting.
         """
         del device
-        for name, flag, where in _SETTINGS:
+        for name, flag, supported in _SETTINGS:
             if getattr(settings, name) is not None and name not in cls.takes:
-                raise UsageError("HT401.precision", flag=flag, name_=cls, where=where)
+                raise UsageError(
+                    "HT401.not-supported", option=flag, precision=cls.name, supported=supported
+                )
 
     def switch(self, undo: ExitStack) -> None:
         """Set torch's global switches.
@@ -163,31 +165,20 @@ class Precision:
         return {"loss_scale": self.scaler.value(), "skipped": self.nonfinite.skipped}
 
 
-def refuse_older_gpus(
-    device: torch.device, name: str, least: tuple[int, int], generations: str, instead: str
-) -> None:
+def refuse_older_gpus(device: torch.device, least: tuple[int, int], key: str) -> None:
     """Check that a device is a GPU which computes in a precision.
 
     Args:
         device: device used by this rank.
-        name: name of the precision.
         least: lowest compute capability.
-        generations: names of the first generations of GPUs that have it.
-        instead: name of a precision to use on other devices.
+        key: key of the error message.
 
     Raises:
         UsageError: the device is a CPU or an older GPU.
     """
     on_gpu = device.type == "cuda"
     if not (on_gpu and torch.cuda.get_device_capability(device) >= least):
-        raise UsageError(
-            "HT402.precision",
-            name=name,
-            detail=torch.cuda.get_device_name(device) if on_gpu else "a CPU",
-            least=least,
-            generations=generations,
-            instead=instead,
-        )
+        raise UsageError(key, device=torch.cuda.get_device_name(device) if on_gpu else "a CPU")
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
@@ -196,6 +187,6 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 _SETTINGS = (
-    ("loss_scale", "--loss-scale", "--precision fp16, O0, O1, O2 or O3"),
-    ("keep_batchnorm_fp32", "--keep-batchnorm-fp32", "--precision O2 or O3"),
+    ("loss_scale", "--loss-scale", "fp16, O0, O1, O2 or O3"),
+    ("keep_batchnorm_fp32", "--keep-batchnorm-fp32", "O2 or O3"),
 )

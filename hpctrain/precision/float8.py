@@ -32,11 +32,11 @@ class Float8(BFloat16):
         """Check that the device is a GPU with fp8, and that torchao is installed."""
         super().check(device, settings)
         if not cls._emulated:
-            refuse_older_gpus(device, cls.name, (8, 9), "Ada, Hopper", BFloat16.name)
+            refuse_older_gpus(device, (8, 9), "HT402.no-fp8")
         try:
             import torchao.float8  # noqa: F401
         except ImportError as error:
-            raise UsageError("HT418.torchao-cannot-imported", error=error) from None
+            raise UsageError("HT418.no-torchao", error=error) from None
 
     def convert(self, model: nn.Module) -> None:
         """Let the linear layers of a model compute in fp8, in place; their weights stay the same.
@@ -54,9 +54,7 @@ class Float8(BFloat16):
         }
         if not fitting:
             raise UsageError(
-                "HT419.precision-none-linear",
-                number_of_linear=len(linear),
-                kind=type(model).__name__,
+                "HT419.no-suitable-layer", layer_count=len(linear), model=type(model).__name__
             )
         logger.info("fp8: %d of %d linear layers compute in it", len(fitting), len(linear))
         convert_to_float8_training(

@@ -33,7 +33,7 @@ class Float32(Precision):
             try:
                 undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
             except RuntimeError:
-                raise UsageError("HT403.torch-switches-precision") from None
+                raise UsageError("HT403.fp32-precision-set") from None
             owner.allow_tf32 = self._short_inputs
 
 
@@ -50,7 +50,7 @@ class TensorFloat(Float32):
     def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
         """Check that the device is a GPU with TF32."""
         super().check(device, settings)
-        refuse_older_gpus(device, cls.name, (8, 0), "Ampere", Float32.name)
+        refuse_older_gpus(device, (8, 0), "HT402.no-tf32")
 
 
 class ApexO0(Float32):

@@ -178,9 +178,7 @@ class ApexO2(ApexO3):
         saved, own = state["masters"], self.masters()
         if [tuple(m.shape) for m in saved] != [tuple(m.shape) for m in own]:
             raise UsageError(
-                "HT405.checkpoint-master-weights",
-                number_of_saved=len(saved),
-                number_of_own=len(own),
+                "HT405.master-weights-differ", saved_count=len(saved), model_count=len(own)
             )
         with torch.no_grad():
             for (copy, master), value in zip(self._masters.items(), saved, strict=True):

@@ -58,10 +58,7 @@ class Half(Autocast):
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16:
                 raise UsageError(
-                    "HT404.half-precision-under",
-                    name=name,
-                    kind=type(model).__name__,
-                    name_2=self.name,
+                    "HT404.half-weights", name=name, model=type(model).__name__, precision=self
                 )
 
 

@@ -36,7 +36,7 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
     if own is None:
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UsageError("HT115.cuda-started-before")
+        raise UsageError("HT115.cuda-already-started")
     undo.callback(env.__setitem__, visible_gpus.CUDA, env[visible_gpus.CUDA])
     env[visible_gpus.CUDA] = own
 
@@ -78,17 +78,7 @@ def _check_idle_gpus(
         return
     reason, fixes = no_gpu_reason(warning_texts)
     if job and job.gpus:
-        raise UsageError(
-            "HT116.job-gpu-host",
-            job=job,
-            detail="s" if job.gpus > 1 else "",
-            version=torch.__version__,
-            reason=reason,
-            fixes=fixes,
-            detail_2="without GPUs: sbatch --gpus-per-node=0 SCRIPT"
-            if job.scheduler == "slurm"
-            else "",
-        )
+        raise UsageError("HT116.gpus-unusable", job=job, torch=torch, reason=reason, fixes=fixes)
     if visible_gpus.here():
         logger.warning(
             "this machine has GPUs, and torch %s can use none: %s; fix: %s",
@@ -112,9 +102,9 @@ def no_gpu_reason(warning_texts: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         reason = first_line(error)
     reason = next((line for line in warning_texts if "driver" in line.lower()), reason)
     if "too old" in reason:
-        return reason, ("module load a newer driver", "install a torch for an older CUDA")
+        return reason, ("load a module with a newer driver", "install torch for an older CUDA")
     return reason, (
-        "look at nvidia-smi",
+        "run nvidia-smi on this node",
         "in a container: apptainer exec --nv, docker run --gpus all",
     )
 
@@ -136,6 +126,6 @@ def index_of(world: World, visible: int) -> int:
     if visible == 1:
         return 0
     if world.local_rank >= visible:
-        ranks = f"{world.local_world_size or world.local_rank + 1} ranks"
-        raise UsageError("HT113.local-rank-visible", world=world, visible=visible, ranks=ranks)
+        ranks = world.local_world_size or world.local_rank + 1
+        raise UsageError("HT113.too-few-gpus", world=world, gpus=visible, ranks=ranks)
     return world.local_rank

@@ -26,7 +26,7 @@ def make_room(world_size: int) -> Callable[[], None]:
     if hard != resource.RLIM_INFINITY and hard < needed:
         if soft < world_size + _BESIDES // 8 and hard < world_size + _BESIDES // 8:
             raise UsageError(
-                "HT117.most-open-files", hard=hard, world_size=world_size, needed=needed
+                "HT117.open-files-limit", limit=hard, world_size=world_size, needed=needed
             )
         needed = hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

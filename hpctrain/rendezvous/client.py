@@ -8,6 +8,7 @@ import json
 import os
 from typing import Any
 
+from hpctrain.cluster.texts import listed
 from hpctrain.errors import RankMissingError, StartError, UsageError, repeated
 from hpctrain.rendezvous.addresses import Names, candidate_hosts, ports
 from hpctrain.rendezvous.connections import Connection, greet
@@ -192,16 +193,10 @@ class RendezvousClient:
         return "; ".join(parts) or "no answer yet"
 
     def _not_found(self) -> RankMissingError:
-        waited, noun = self.clock() - self.began, self.own.noun
-        where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
+        waited_s, attempts = self.clock() - self.began, self._describe_attempts()
+        hosts = listed(self.hosts) or "any address"
         return RankMissingError(
-            "HT202.did-find-within",
-            noun=noun,
-            rank=self.own.world.rank,
-            host=self.own.point.host,
-            detail=f" at {where}" if where else "",
-            waited=waited,
-            describe_attempts=self._describe_attempts(),
+            "HT202.not-found", own=self.own, hosts=hosts, waited_s=waited_s, attempts=attempts
         )
 
 

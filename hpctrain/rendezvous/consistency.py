@@ -207,8 +207,8 @@ def _other_values(ranks: _Ranks) -> Iterator[Difference]:
         value = methodcaller("get", name)
         yield from ranks.compare("settings", value, name, name, "HT209.settings", True)
     label = "different scripts:"
-    yield from ranks.compare("command", itemgetter(0), "script", label, "HT209.script", True)
-    yield from ranks.compare("gpu_name", str, "gpu_name", "GPUs of different kinds:", "HT113.kinds")
+    yield from ranks.compare("command", itemgetter(0), "script", label, "HT209.scripts", True)
+    yield from ranks.compare("gpu_name", str, "gpu_name", "GPU models differ:", "HT113.gpu-models")
     label = "NCCL's and gloo's variables differ:"
     yield from ranks.compare("network", _without_interfaces, "network", label, "HT209.network")
     for name in ranks.keys("code"):
@@ -224,14 +224,16 @@ def _shared_gpus(ranks: _Ranks) -> Iterator[Difference]:
     groups = ranks.by_value("gpu")
     without = groups.pop(None, [])
     if without and groups:
-        where, others = ranks.format_ranks(without), len(ranks.entries) - len(without)
-        error = ContradictionError("HT116.some-ranks", without=where, others=others)
+        where, size = ranks.format_ranks(without), len(ranks.entries)
+        error = ContradictionError(
+            "HT116.gpu-on-some-ranks", without=where, with_gpu=size - len(without), world_size=size
+        )
         yield Difference("GPU", error, True)
     allowed = all(network.get(_MAY_SHARE) == "1" for network, _ in ranks.grouped("network"))
     for gpu, sharing in groups.items():
         if len(sharing) > 1:
             where = ranks.format_ranks(sharing)
-            error = ContradictionError("HT113.shared", gpu=gpu, ranks=where)
+            error = ContradictionError("HT113.gpu-shared", gpu=gpu, ranks=where)
             yield Difference("GPU", error, not allowed)
 
 

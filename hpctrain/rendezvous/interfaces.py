@@ -55,14 +55,10 @@ def address_on(name: str) -> str:
     """
     found = addresses()
     if name not in found:
-        there = [other for _, other in socket.if_nameindex()]
         available = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
-        raise UsageError(
-            "HT207.network-interface",
-            name=name,
-            detail="has no address" if name in there else "is not there",
-            available=available,
-        )
+        if name in [other for _, other in socket.if_nameindex()]:
+            raise UsageError("HT207.interface-without-address", name=name, available=available)
+        raise UsageError("HT207.no-such-interface", name=name, available=available)
     return found[name][0]
 
 

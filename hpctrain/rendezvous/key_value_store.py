@@ -136,4 +136,4 @@ def choose(
         return FileStore(folder)
     if point.address:
         return None
-    raise StartError("HT203.started-ranks-does", world=world)
+    raise StartError("HT203.address-unknown", world=world)

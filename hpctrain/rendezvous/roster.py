@@ -83,7 +83,7 @@ def make_roster(entries: tuple[Entry, ...], noun: str = "rank") -> Roster:
             code, found, *rest = entry["error"]
             kind = UsageError if entry["exit_code"] == UsageError.exit_code else StartError
             where = f"{noun} {rank} on {entry['host']}: " if len(entries) > 1 else ""
-            raise kind(code, where + found, *rest)
+            raise kind.of_text(code, where + found, *rest)
     places = [entry["world"] for entry in entries]
     names = [entry["host"] for entry in entries]
     nodes = [place["node_rank"] for place in places]
@@ -99,21 +99,14 @@ def make_roster(entries: tuple[Entry, ...], noun: str = "rank") -> Roster:
     rank_at: dict[tuple[int, int], int] = {}
     for rank, (place, host) in enumerate(zip(places, nodes, strict=True)):
         first_rank = rank_at.setdefault((host, place["local_rank"]), rank)
+        name, size = hosts[host], on_host[host]
         if first_rank != rank:
             raise ContradictionError(
-                "HT206.ranks-both-local",
-                first_rank=first_rank,
-                rank=rank,
-                place=place,
-                hosts=hosts[host],
+                "HT206.same-local-rank", ranks=(first_rank, rank), place=place, node=name
             )
-        if place["local_rank"] >= on_host[host]:
+        if place["local_rank"] >= size:
             raise ContradictionError(
-                "HT206.rank-local-rank",
-                rank=rank,
-                place=place,
-                on_host=on_host[host],
-                hosts=hosts[host],
+                "HT206.local-rank-too-high", rank=rank, place=place, node=name, size=size
             )
     return Roster(entries, (), hosts, tuple(nodes), 0)
 

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.errors import ContradictionError, HpctrainError, RankMissingError, StartError
@@ -171,21 +170,14 @@ class RendezvousServer:
 
     def _contradicts(self, rank: int, size: int, entry: Entry) -> bool:
         """Check whether a new rank contradicts the others, and note the error."""
-        known, first = self.entries.get(rank), self.entries[0]
+        known = self.entries.get(rank)
         if size != self.size:
             self.wrong = ContradictionError(
-                "HT206.world-size",
-                noun=self.noun,
-                rank=rank,
-                entry=entry,
-                size=size,
-                first=first,
-                size_2=self.size,
+                "HT206.world-size-differs", server=self, rank=rank, entry=entry, size=size
             )
         elif known and known["process"] != entry["process"]:
-            self.wrong = self._twins(
-                f"{self.noun} {rank}: {known['host']} pid {known['pid']} and {entry['host']} pid "
-                f"{entry['pid']}"
+            self.wrong = ContradictionError(
+                "HT205.rank-twice", noun=self.noun, rank=rank, first=known, second=entry
             )
         return self.wrong is not None
 
@@ -198,10 +190,8 @@ class RendezvousServer:
                     return
                 proof = self.own.credentials.proof("client", challenge, self.own.hello)
                 other.send(encode({"proof": proof, "hello": self.own.hello}))
-                first = self.entries[0]
-                self.wrong = self._twins(
-                    f"{self.noun} 0: {first['host']} pid {first['pid']} and the one that listens "
-                    f"at port {place[1]} there"
+                self.wrong = ContradictionError(
+                    "HT205.rank-0-twice", noun=self.noun, first=self.entries[0], port=place[1]
                 )
                 self.changed.set()
                 await other.read()
@@ -260,24 +250,9 @@ class RendezvousServer:
         """
         if self.wrong:
             raise self.wrong
-        only = len(self.ports) == 1
-        free = f"PORT (one that is free on {self._home}, the same on all {self.noun}s)"
-        fixes = (
-            (f"export MASTER_PORT={free}", f"hpctrain run --main-port {free}")
-            if only
-            else (f"export {env_vars.MAIN_PORT}={free}",)
-        )
-        raise StartError(
-            "HT204.can-listen-none",
-            noun=self.noun,
-            map=", ".join(map(str, self.ports)),
-            entries=self.entries[0]["host"],
-            listen_error=self.listen_error,
-            detail="a free port: another start may have taken this one"
-            if only
-            else "one free port",
-            fixes=fixes,
-        )
+        if len(self.ports) == 1:
+            raise StartError("HT204.port-in-use", server=self, port=self.ports[0])
+        raise StartError("HT204.ports-in-use", server=self, ports=", ".join(map(str, self.ports)))
 
     def _publish_addresses(self) -> None:
         """Publish the addresses and the port in the key-value store."""
@@ -289,55 +264,27 @@ class RendezvousServer:
         try:
             store.write(self.own.credentials.start, value.encode())
         except OSError as error:
-            raise StartError(
-                "HT203.cannot-publish-address",
-                noun=self.noun,
-                store=store,
-                error=error,
-                home=self._home,
-            ) from None
+            raise StartError("HT203.address-not-published", own=self.own, error=error) from None
 
     def _absent(self) -> list[int]:
         return sorted(set(range(self.size)) - set(self.entries))
 
     def _missing(self) -> RankMissingError:
-        missing = self._absent()
+        missing = ranks_text(self._absent(), noun=self.noun)
         hosts = {rank: entry["host"] for rank, entry in self.entries.items()} | self.lost
         connected = ranks_text(self.entries, hosts, self.noun)
-        details = "".join(
+        state = f"connected: {connected}" + "".join(
             f"; {self.noun} {r} on {h} connected and was lost" for r, h in self.lost.items()
         )
         came = set(hosts.values())
         missing_hosts = [host for host in self.own.world.hosts or () if host not in came]
         if missing_hosts:
-            details += f"; no connection from {listed(missing_hosts)}"
+            state += f"; no connection from {listed(missing_hosts)}"
         if self.accept_error:
-            details += f"; connections could not be accepted: {self.accept_error}"
-        option = self.own.option
-        return RankMissingError(
-            "HT201.did-connect-within",
-            ranks_text=ranks_text(missing, noun=self.noun),
-            size=self.size,
-            timeout=self.own.timeout,
-            connected=connected,
-            details=details,
-            capitalize=self.noun.capitalize(),
-            ports=self.ports[-1],
-            entries=self.entries[0]["host"],
-            noun=self.noun,
-            detail=f"for a slow file system: {option} SECONDS, longer than now" if option else "",
-        )
-
-    @property
-    def _home(self) -> str:
-        return "host 0" if self.noun == "host" else f"the host of {self.noun} 0"
-
-    def _twins(self, processes: str) -> ContradictionError:
-        """Return the error about two processes with one number."""
-        once = f"start each {self.noun} once, and give every start a"
-        return ContradictionError(
-            "HT205.two-processes", processes=processes, noun=self.noun, once=once
-        )
+            state += f"; connections could not be accepted: {self.accept_error}"
+        key = "HT201.ranks-missing-or-slow" if self.own.option else "HT201.ranks-missing"
+        port = self.ports[-1]
+        return RankMissingError(key, server=self, missing=missing, state=state, port=port)
 
     def _addresses(self, roster: Roster) -> tuple[str, ...]:
         """Return addresses by rank: of the requested interface, else of the connections to rank 0.
@@ -350,11 +297,7 @@ class RendezvousServer:
             address = entry["address"]
             if several and address and is_loopback(address) and not simulated:
                 raise ContradictionError(
-                    "HT207.interface-rank-address",
-                    rank=rank,
-                    entry=entry,
-                    address=address,
-                    number_of_hosts=len(roster.hosts),
+                    "HT207.loopback-interface", rank=rank, entry=entry, nodes=len(roster.hosts)
                 )
         by_host: dict[int, str] = {}
         for rank, host in enumerate(roster.host_of_rank):

@@ -102,7 +102,7 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError("HT701.cannot-read", path=path, error=error) from None
+            raise UsageError("HT701.unreadable", path=path, error=error) from None
 
     def record_end(self, code: int, reason: str, **more: Any) -> None:
         """Record in summary.json how the run has ended; keep its other entries.
@@ -119,7 +119,7 @@ class RunDirectory:
 
     def missing(self) -> UsageError:
         """Return the error for a folder that has no run."""
-        return UsageError("HT655.run", path=self.path)
+        return UsageError("HT655.no-run", path=self.path)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl."""

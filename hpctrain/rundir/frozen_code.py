@@ -148,7 +148,7 @@ def read(store: Path, tree: str) -> Snapshot:
     try:
         return Snapshot(**json.loads((store / f"{tree}.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise _missing(store, tree, str(error)) from None
+        raise StartError("HT826.no-snapshot", tree=tree, store=store, reason=error) from None
 
 
 def note_job(store: Path, job: str, tree: str) -> None:
@@ -191,7 +191,9 @@ def files(store: Path, tree: str) -> Path:
             (temporary / "files").rename(folder)
         except (NoAnswerError, OSError) as error:
             if not folder.is_dir():  # else another task of the array was faster
-                raise _missing(store, tree, str(error)) from None
+                raise StartError(
+                    "HT826.no-snapshot", tree=tree, store=store, reason=error
+                ) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     os.utime(store / f"{tree}.json")
@@ -242,7 +244,3 @@ def _remove_old(store: Path) -> None:
         if record.stat().st_mtime < oldest:
             shutil.rmtree(store / record.stem, ignore_errors=True)
             record.unlink(missing_ok=True)
-
-
-def _missing(store: Path, tree: str, reason: str) -> StartError:
-    return StartError("HT826.code-job-snapshot", tree=tree, store=store, reason=reason)

@@ -268,7 +268,7 @@ def _team(context: Context, directory: RunDirectory) -> Team | None:
     blind = sorted(set(range(backend.world_size)).difference(able))
     if blind and backend.sharded:
         raise UsageError(
-            "HT622.see-rank-saves", ranks_text=ranks_text(blind, hosts), directory=directory
+            "HT622.run-dir-not-shared", ranks=ranks_text(blind, hosts), directory=directory
         ).of_all(backend.rank)
     return Team(backend.rank, able, backend.sharded, name, nonce)
 

@@ -68,15 +68,11 @@ class Collectives:
         call = f"session.all_reduce(…, {op!r})"
         _check_tensor(call, tensor)
         if op not in _OPS:
-            raise UsageError("HT631.one", call=call, OPS=", ".join(_OPS))
-        number = tensor.is_floating_point() or tensor.is_complex()
-        if (op == "mean" and not number) or (op in ("max", "min") and tensor.is_complex()):
-            raise UsageError(
-                "HT631.mean-floating-point",
-                call=call,
-                tensor=tensor,
-                detail=f"session.all_reduce(x.float(), {op!r})" if op == "mean" else "x.abs()",
-            )
+            raise UsageError("HT631.unknown-op", call=call, ops=", ".join(_OPS))
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UsageError("HT631.mean-of-integers", call=call, tensor=tensor)
+        if op in ("max", "min") and tensor.is_complex():
+            raise UsageError("HT631.complex-not-ordered", call=call, tensor=tensor, op=op)
         self._agree(f"{call} of {_described(tensor)}")
         return reduced(self.backend, tensor, op)
 
@@ -303,13 +299,7 @@ class Collectives:
 
     def _check_source(self, name: str, source: int) -> None:
         if source not in range(self.world.world_size):
-            raise UsageError(
-                "HT631.session-source-world",
-                name=name,
-                source=source,
-                world_size=self.world.world_size,
-                world_size_2=self.world.world_size - 1,
-            )
+            raise UsageError("HT631.source-not-a-rank", name=name, source=source, world=self.world)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -333,16 +323,13 @@ class _Text(str):
 
 
 def _check_tensor(call: str, thing: Any) -> None:
-    if not isinstance(thing, Tensor) or thing.layout != torch.strided:
-        raise UsageError(
-            "HT631.dense-tensor",
-            call=call,
-            detail="sparse tensor" if isinstance(thing, Tensor) else type(thing).__name__,
-            detail_2="x.to_dense()" if isinstance(thing, Tensor) else "torch.tensor(x)",
-        )
+    if not isinstance(thing, Tensor):
+        raise UsageError("HT631.not-a-tensor", call=call, kind=type(thing).__name__)
+    if thing.layout != torch.strided:
+        raise UsageError("HT631.sparse-tensor", call=call)
 
 
 def _refuse_value(value: Any) -> None:
     """Refuse a value that is no tensor, in a structure of samples; None may stay."""
     if value is not None:
-        raise UsageError("HT631.session-gather-metrics", kind=type(value).__name__)
+        raise UsageError("HT631.not-samples", kind=type(value).__name__)

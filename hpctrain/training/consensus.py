@@ -175,10 +175,8 @@ def refuse_unlike_answers(answers: Sequence[Answer]) -> None:
         ranks: dict[str, list[int]] = {}
         for rank, one in enumerate(answers):
             ranks.setdefault(f"{one.doing} ({one.place})", []).append(rank)
-        raise UsageError(
-            "HT601.ranks-same",
-            ranks="; ".join((f"{ranks_text(those)}: {doing}" for doing, those in ranks.items())),
-        )
+        calls = "; ".join(f"{ranks_text(those)}: {doing}" for doing, those in ranks.items())
+        raise UsageError("HT601.calls-differ", calls=calls)
 
 
 def _place() -> str:

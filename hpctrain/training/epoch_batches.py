@@ -119,18 +119,11 @@ def refuse_other_data(context: Context) -> None:
         for rank, theirs in enumerate(seen):
             if len(theirs) != len(seen[0]):
                 return
-            for own, first in zip(theirs, seen[0], strict=True):
-                if own != first:
-                    other = " of other classes" if own[1] != first[1] else ""
-                    raise UsageError(
-                        "HT611.data-set-samples",
-                        own=own,
-                        other=other,
-                        rank=rank,
-                        hosts=hosts[rank],
-                        first=first,
-                        hosts_2=hosts,
-                    )
+            for local, first in zip(theirs, seen[0], strict=True):
+                if local != first:
+                    key = "HT611.samples-differ" if local[0] != first[0] else "HT611.classes-differ"
+                    nodes = (hosts[rank], hosts[0])
+                    raise UsageError(key, local=local, first=first, rank=rank, nodes=nodes)
 
     on_rank_zero(context.backend, compare)
 

@@ -42,7 +42,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
             except TypeError:
                 whole[1, place], parts[place] = 1, float(number)
         except (TypeError, ValueError, RuntimeError):
-            raise UsageError("HT602.session-sum-one", kind=type(value).__name__) from None
+            raise UsageError("HT602.sum-of-no-number", kind=type(value).__name__) from None
     # Always two sums of the same lengths: a rank without samples has 0 where another has 0.5.
     sums, fractional = backend.sum(whole.to(backend.device)).tolist()
     rest = backend.sum(parts.to(backend.device)).tolist()
@@ -100,7 +100,7 @@ class Classification:
 
     def __init__(self, backend: Backend, classes: int, events: Events | None = None) -> None:
         if classes < 2:
-            raise UsageError("HT603.classification", classes=classes)
+            raise UsageError("HT603.too-few-classes", classes=classes)
         self._backend = backend
         self._classes = classes
         self._events = events or Events()
@@ -151,20 +151,20 @@ class Classification:
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check the properties of a batch that do not depend on its numbers."""
         device = self._loss.device
-        found = ""
+        batch = ""
         if outputs.dim() != 2 or outputs.shape[1] != self._classes:
-            found = f"outputs of shape {tuple(outputs.shape)}"
+            batch = f"outputs of shape {tuple(outputs.shape)}"
         elif targets.shape != outputs.shape[:1]:
-            found = f"targets of shape {tuple(targets.shape)} for {len(outputs)} outputs"
+            batch = f"targets of shape {tuple(targets.shape)} for {len(outputs)} outputs"
         elif not outputs.is_floating_point():
-            found = f"outputs of type {outputs.dtype}"
+            batch = f"outputs of type {outputs.dtype}"
         elif targets.is_floating_point():
-            found = f"targets of type {targets.dtype}"
+            batch = f"targets of type {targets.dtype}"
         elif not outputs.device == targets.device == device:
-            found = f"outputs on {outputs.device} and targets on {targets.device}"
-        if found:
+            batch = f"outputs on {outputs.device} and targets on {targets.device}"
+        if batch:
             raise UsageError(
-                "HT603.classification-2", classes=self._classes, found=found, device=device
+                "HT603.batch-unusable", classes=self._classes, batch=batch, device=device
             )
 
     def compute(self) -> Scores:
@@ -200,12 +200,5 @@ class Classification:
     def _refusal(self, outside: int, ignored: int) -> UsageError:
         """Return the error that explains why there are no scores."""
         if outside:
-            return UsageError(
-                "HT603.classification-targets-more",
-                classes=self._classes,
-                outside=outside,
-                classes_2=self._classes - 1,
-            )
-        return UsageError(
-            "HT603.classification-sample-score", classes=self._classes, ignored=ignored
-        )
+            return UsageError("HT603.targets-too-large", classes=self._classes, outside=outside)
+        return UsageError("HT603.no-samples", classes=self._classes, ignored=ignored)

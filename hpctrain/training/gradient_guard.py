@@ -61,12 +61,12 @@ class GradientGuard:
             return
         if not first:
             if self._seen is not None and self._seen != _look(sentinel):
-                raise UsageError("HT604.gradients-changed-cleared")
+                raise UsageError("HT604.gradients-cleared")
         elif self._left or sentinel.grad is not None:
             self._left -= self._left > 0
             for name, parameter in self._named:
                 if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
-                    raise UsageError("HT604.gradient-before-session", name=name)
+                    raise UsageError("HT604.gradient-before-step", name=name)
 
     def between(self) -> None:
         """Record a gradient after a backward pass that is not the last one of its step."""
@@ -112,13 +112,13 @@ def refuse_plain_backward(context: Context, optimizer: Optimizer) -> None:
     Raises:
         UsageError: the loss needed a scale, a weight, or a part of it.
     """
-    why = [
+    features = [
         *(["a loss scale"] if context.precision.scaler is not None else []),
         *(["micro-batches that accumulate"] if context.batches.accumulate > 1 else []),
         *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
     ]
-    if why and any(p.grad is not None for p in parameters_of(optimizer)):
-        raise UsageError("HT604.optimizer-step-after", why=" and ".join(why))
+    if features and any(p.grad is not None for p in parameters_of(optimizer)):
+        raise UsageError("HT604.plain-backward", features=" and ".join(features))
 
 
 def refuse_optimizers(
@@ -135,29 +135,24 @@ def refuse_optimizers(
         UsageError: one was not prepared, or needs something else than one backward pass.
     """
     prepared, accumulate = context.optimizers, context.batches.accumulate
-    if not prepared or any(one not in prepared for one in optimizers):
-        raise UsageError(
-            "HT606.gradients-averaged-applied",
-            detail="session.step() with an optimizer that was not prepared"
-            if optimizers
-            else "session.step(), and no optimizer was prepared",
-        )
+    if any(one not in prepared for one in optimizers):
+        raise UsageError("HT606.optimizer-not-prepared")
+    if not prepared:
+        raise UsageError("HT606.no-optimizer")
     if optimizers and accumulate > 1:
-        raise UsageError("HT607.session-step-loss", accumulate=accumulate)
+        raise UsageError("HT607.optimizer-with-accumulation", accumulate=accumulate)
     for optimizer in optimizers or prepared:
         if id(optimizer) in need_closure:
-            raise UsageError("HT607.session-step-calls", kind=type(optimizer).__name__)
+            raise UsageError("HT607.closure-needed", kind=type(optimizer).__name__)
 
 
 def no_loss(loss: Any) -> UsageError:
     """Return the error for an object that is no single number with a gradient."""
     if not isinstance(loss, Tensor):
-        found = f"a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        found = f"a loss of shape {tuple(loss.shape)}"
-    else:
-        found = "a loss without a gradient (made under torch.no_grad(), or detached)"
-    return UsageError("HT608.session-step-session", found=found)
+        return UsageError("HT608.loss-is-no-tensor", kind=type(loss).__name__)
+    if loss.numel() != 1:
+        return UsageError("HT608.loss-is-no-scalar", shape=tuple(loss.shape))
+    return UsageError("HT608.loss-without-gradient")
 
 
 def _look(parameter: nn.Parameter) -> tuple[int, int] | None:

@@ -106,9 +106,7 @@ class Gradients:
         """Run the backward pass of a loss; see `Session.backward`."""
         context = self._context
         if not context.in_body and context.batches.accumulate > 1:
-            raise UsageError(
-                "HT605.session-backward-outside", accumulate=context.batches.accumulate
-            )
+            raise UsageError("HT605.accumulation-outside-batches", batches=context.batches)
         context.events.backward()
         self._pass(loss, keywords)
         context.events.phase(COMPUTING)
@@ -185,9 +183,9 @@ class Gradients:
         if self._inside or not context.in_body:
             return
         if finds_none and context.stepped:
-            raise UsageError("HT604.gradients-clipped-after")
+            raise UsageError("HT604.clipped-after-step")
         if self._precision.scaler is not None and self._passes and not self._unscaled:
-            raise UsageError("HT604.gradients-clipped-loss", precision_name=self._precision.name)
+            raise UsageError("HT604.clipped-with-loss-scale", precision=self._precision)
         if self.last:
             self._backend.sync_gradients()  # after the script's own loss.backward()
 
@@ -324,8 +322,10 @@ class Gradients:
         The optimizer decides by the loss, so all ranks have to get the same one: its mean.
         """
         context = self._context
-        if self._precision.scaler is not None or context.batches.accumulate > 1:
-            raise UsageError("HT607.optimizer-step-closure")
+        if self._precision.scaler is not None:
+            raise UsageError("HT607.closure-with-loss-scale", precision=self._precision)
+        if context.batches.accumulate > 1:
+            raise UsageError("HT607.closure-with-accumulation", batches=context.batches)
 
         def mean_loss() -> Any:
             loss = closure()

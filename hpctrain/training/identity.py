@@ -73,9 +73,7 @@ def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirec
         lock.release()
         if isinstance(error, FileExistsError):  # another start was faster and has ended
             _refuse_other_runs(directory, directory.read(directory.identity), own, False)
-        raise UsageError(
-            "HT617.run-directory-cannot-made", directory=directory, error=error
-        ) from None
+        raise UsageError("HT617.cannot-create", directory=directory, error=error) from None
     return directory, lock
 
 
@@ -98,17 +96,14 @@ def _refuse_other_runs(
 ) -> None:
     """Compare run.json with the identity of this start."""
     if not resume:
-        saved = max(directory.steps(), default=None)
-        where = "begin it again" if saved is None else f"go on from step {saved}"
-        raise UsageError("HT618.run", directory=directory, where=where)
-    for key in _IDENTITY:
-        if None not in (before.get(key), own[key]) and before.get(key) != own[key]:
+        if steps := directory.steps():
+            raise UsageError("HT618.run-exists", directory=directory, step=max(steps))
+        raise UsageError("HT618.run-without-checkpoint", directory=directory)
+    for field in _IDENTITY:
+        saved, current = before.get(field), own[field]
+        if None not in (saved, current) and saved != current:
             raise UsageError(
-                "HT618.belongs-another-run",
-                directory=directory,
-                name_=key,
-                get=before.get(key),
-                own=own[key],
+                "HT618.other-run", directory=directory, field=field, saved=saved, current=current
             )
 
 
@@ -161,7 +156,7 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
             break
         fruitless += 1
     if fruitless >= exit_codes.MOST_FRUITLESS:
-        raise GivenUpError("HT619.starts-job-row", fruitless=fruitless, job=job, step=step)
+        raise GivenUpError("HT619.no-progress", fruitless=fruitless, job=job, step=step)
 
 
 def _refuse_other_files(directory: RunDirectory) -> None:
@@ -171,16 +166,13 @@ def _refuse_other_files(directory: RunDirectory) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UsageError(
-            "HT617.run-directory-cannot-read", directory=directory, error=error
-        ) from None
+        raise UsageError("HT617.cannot-read", directory=directory, error=error) from None
     # Log files may be there first: a batch script opens them before any rank starts.
     logs = directory.logs.name if directory.logs.is_dir() else None
     other_files = [name for name in names if not name.startswith(".") and name != logs]
     if other_files:
-        raise UsageError(
-            "HT618.empty-run", directory=directory, other_files=", ".join(other_files[:5])
-        )
+        files = ", ".join(other_files[:5])
+        raise UsageError("HT618.not-empty", directory=directory, files=files)
 
 
 def note_start(directory: RunDirectory, context: Context, step: int) -> None:

@@ -33,7 +33,7 @@ def load_weights(
     model, backend = inner(model), context.backend
     meet(backend, "session.load_weights()")
     if not any(model is module for owner in context.models for module in owner.modules()):
-        raise UsageError("HT606.load-weights-got", kind=type(model).__name__)
+        raise UsageError("HT606.model-not-prepared", kind=type(model).__name__)
     if context.resumed:
         logger.info("the run has resumed: the weights stay those of its checkpoint")
         return

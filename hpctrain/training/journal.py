@@ -83,9 +83,7 @@ class RunJournal:
                 self.recorder = Recorder(self.directory, os.environ, context.opened, again, step)
             except OSError as error:
                 raise CheckpointError(
-                    "HT617.run-directory-cannot-written",
-                    error=error,
-                    directory_path=self.directory.path,
+                    "HT617.cannot-write", error=error, directory=self.directory
                 ) from None
 
         on_rank_zero(context.backend, note)

@@ -28,12 +28,14 @@ def check(backend: Backend, roster: Roster) -> None:
     count = torch.arange(_SIDE * _SIDE, device=backend.device).reshape(_SIDE, _SIDE)
     values = (count * 7 % 17 - 8).float()
     product = int(((values @ values.T).long() * (count % 1009)).sum())
-    found = "" if product == _PRODUCT else f"computes {product} and not {_PRODUCT}"
+    wrong = "" if product == _PRODUCT else str(product)
     row = values[0]
     if not torch.equal(backend.sum(row.clone()), row * backend.world_size):
-        found = found or "gets a wrong sum of all ranks"
-    for rank, said in enumerate(backend.all_gather_text(found)):
-        if said:
-            error = StartError("HT318.rank", rank=rank, host=roster.host(rank), said=said)
+        wrong = wrong or "sum"
+    for rank, text in enumerate(backend.all_gather_text(wrong)):
+        if text:
+            key = "HT318.wrong-sum" if text == "sum" else "HT318.wrong-product"
+            node = roster.host(rank)
+            error = StartError(key, rank=rank, node=node, product=text, expected=_PRODUCT)
             error.reported_by_rank_0 = rank != backend.rank
             raise error

@@ -192,10 +192,7 @@ class MemoryCopies:
         ):
             if free is not None and needed > _SHARE * free:
                 raise CheckpointError(
-                    "HT705.more-needed-free",
-                    needed=needed / 1000000.0,
-                    what=what,
-                    free=free / 1000000.0,
+                    "HT705.memory-full", needed_mb=needed / 1e6, place=what, free_mb=free / 1e6
                 )
 
     def _starts(self) -> list[tuple[int, int]]:

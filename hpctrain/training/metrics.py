@@ -273,8 +273,9 @@ def _head(step: int, epoch: int) -> dict[str, Any]:
 
 def no_number(name: str, value: Any) -> UsageError:
     """Return the error for a value that cannot be logged or summed."""
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return UsageError("HT602.number-tensor-one", name=name, kind=type(value).__name__, shape=shape)
+    if isinstance(value, Tensor):
+        return UsageError("HT602.tensor-logged", name=name, shape=tuple(value.shape))
+    return UsageError("HT602.value-logged", name=name, kind=type(value).__name__)
 
 
 def trim(directory: RunDirectory, keep: int) -> None:

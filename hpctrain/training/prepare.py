@@ -48,7 +48,7 @@ def check_compiler(options: Options, device: torch.device) -> None:
     """
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
     if options.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise UsageError("HT609.compile-cpu", compilers=" and no ".join(compilers))
+        raise UsageError("HT609.compiler-missing", compilers=" and no ".join(compilers))
 
 
 def prepare_model(model: nn.Module, context: Context) -> nn.Module:
@@ -104,7 +104,7 @@ def _checkpoint_activations(model: nn.Module, names: str | None) -> None:
     """
     blocks = find_blocks(model, names)
     if not blocks:
-        raise UsageError("HT609.activation-checkpointing-container", kind=type(model).__name__)
+        raise UsageError("HT609.no-blocks", kind=type(model).__name__)
     for block in blocks:
         block.forward = partial(activation_checkpoint, block.forward, use_reentrant=False)
     logger.info("the activations of %d blocks are computed again", len(blocks))
@@ -124,10 +124,10 @@ def _refuse_parts(model: nn.Module, unfilled: Sequence[str]) -> None:
     made = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if made:
         raise UsageError(
-            "HT624.meta-device", unfilled=unfilled, kind=type(model).__name__, made=made
+            "HT624.partly-meta", unfilled=unfilled, kind=type(model).__name__, made=made
         )
     if absent:
-        raise UsageError("HT624.buffer-meta-device", absent=absent, kind=type(model).__name__)
+        raise UsageError("HT624.buffer-not-saved", absent=absent, kind=type(model).__name__)
 
 
 def inner(model: nn.Module) -> nn.Module:

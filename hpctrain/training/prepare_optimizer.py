@@ -37,9 +37,7 @@ def _refuse_parameters(optimizer: Optimizer, context: Context) -> None:
     unprepared = [p for p in parameters_of(optimizer) if p not in known]
     if unprepared:
         raise UsageError(
-            "HT606.parameters-prepared-model",
-            number_of_unprepared=len(unprepared),
-            kind=type(optimizer).__name__,
+            "HT606.parameters-not-prepared", count=len(unprepared), kind=type(optimizer).__name__
         )
 
 

@@ -79,9 +79,7 @@ class ReplicaCheck:
         self.due = self.forced = sys.maxsize
         self._none = context.backend.world_size == 1 or context.backend.sharded
         if context.backend.sharded and self._every:
-            raise UsageError(
-                "HT319.check-replicas-every", every=self._every, backend_name=context.backend.name
-            )
+            raise UsageError("HT319.check-replicas", every=self._every, backend=context.backend)
         if not self._none:
             self._plan(step, _WARM_UP)
         self._begin_interval(step)
@@ -212,17 +210,14 @@ class ReplicaCheck:
         found = on_rank_zero(context.backend, lambda: self._find_unlike(sums, seen))
         if found is None:
             return
-        unlike, what = found
-        error = ReplicaError("HT623.after-step", sums=sums, what=what, agreed=self._agreed).of_all(
-            context.world.rank
-        )
+        unlike, error = found
         error.at_fault = context.world.rank in unlike
-        raise error
+        raise error.of_all(context.world.rank)
 
     def _find_unlike(
         self, sums: _Sums, seen: Sequence[Sequence[int]]
-    ) -> tuple[Sequence[int], str] | None:
-        """Return the ranks that differ from most others, and a text; None if none differs.
+    ) -> tuple[Sequence[int], ReplicaError] | None:
+        """Return the ranks that differ from most others, and the error; None if none differs.
 
         Args:
             sums: sums of rank 0.
@@ -243,36 +238,29 @@ class ReplicaCheck:
             raise self._wrong_use(sums, seen)
         (some, most), (others, _), *_ = sorted(alike.items(), key=lambda one: -len(one[1]))
         first = self._first_unlike(sums, some, others)
-        hosts = self._context.roster.host_names
-        if sum(len(those) == len(most) for those in alike.values()) > 1:
-            everyone = ranks_text(range(len(seen)), hosts)
-            return [], (
-                f"{everyone} do not have the same weights any more: {first}; it is not known "
-                "which of them is wrong"
-            )
-        unlike = [rank for rank in range(len(seen)) if rank not in most]
-        have = "has" if len(unlike) == 1 else "have"
-        return unlike, (
-            f"{ranks_text(unlike, hosts)} {have} other weights than the other ranks: {first}"
+        tied = sum(len(those) == len(most) for those in alike.values()) > 1
+        key = "HT623.ranks-differ" if tied else "HT623.ranks-differ-from-most"
+        unlike = [] if tied else [rank for rank in range(len(seen)) if rank not in most]
+        ranks = ranks_text(unlike or range(len(seen)), self._context.roster.host_names)
+        return unlike, ReplicaError(
+            key, step=sums.step, ranks=ranks, first_difference=first, agreed=self._agreed
         )
 
     def _wrong_use(self, sums: _Sums, seen: Sequence[Sequence[int]]) -> UsageError:
         unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
+        ranks, first = ranks_text(unlike), self._first_unlike(sums, seen[0], seen[unlike[0]])
         return UsageError(
-            "HT612.after-step-rank",
-            sums=sums,
-            ranks_text=ranks_text(unlike),
-            first_unlike=self._first_unlike(sums, seen[0], seen[unlike[0]]),
+            "HT612.weights-differ", step=sums.step, ranks=ranks, first_difference=first
         )
 
     def _first_unlike(self, sums: _Sums, some: Sequence[int], others: Sequence[int]) -> str:
         """Describe the first tensor in which two ranks differ."""
         if len(some) != len(others):
-            return f"{len(others)} tensors there, {len(some)} at the others"
+            return f"{len(others)} tensors instead of {len(some)}"
         pairs = zip(sums.order, some, others, strict=True)
         first = min(number for number, a, b in pairs if a != b)
         names = [name for name, _ in _tensors(self._context)]
-        return f"first in {names[first]}" if first < len(names) else "in a tensor that is gone"
+        return f"first in {names[first]}" if first < len(names) else "in a tensor that was removed"
 
 
 def _tensors(context: Context) -> Iterator[tuple[str, Tensor]]:

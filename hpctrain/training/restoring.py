@@ -105,9 +105,7 @@ def restore(
         elif name not in values:
             logger.warning("the checkpoint has no %s for this rank; it starts anew", name)
         elif not plain_state.fill(thing, values[name]):
-            raise UsageError(
-                "HT621.checkpoint-does-fit-script", name=name, kind=type(thing).__name__
-            )
+            raise UsageError("HT621.object-differs", name=name, kind=type(thing).__name__)
     alike = len(state["ranks"]) == context.world.world_size
     saved = state["ranks"][context.world.rank] if alike else {}
     _fill_buffers(context.models, saved.get("buffers"))
@@ -203,15 +201,13 @@ def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor
 def _compare(context: Context, directory: RunDirectory, position: Mapping[str, Any]) -> None:
     """Compare this start with the one that wrote the checkpoint."""
     if position["global_batch"] != context.batches.global_batch:
+        batches = context.batches
         raise UsageError(
-            "HT620.run-global-batch",
-            directory=directory,
-            position=position,
-            global_batch=context.batches.global_batch,
+            "HT620.global-batch-differs", directory=directory, position=position, batches=batches
         )
     before, now = position["world_size"], context.world.world_size
     if before != now and not context.options.elastic:
-        raise UsageError("HT620.run-ranks-start", directory=directory, before=before, now=now)
+        raise UsageError("HT620.rank-count-differs", directory=directory, before=before, now=now)
 
 
 def _rates(context: Context) -> str:
@@ -223,17 +219,12 @@ def _rates(context: Context) -> str:
 def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
     """Load the state of each object."""
     if len(states) != len(things):
-        raise UsageError(
-            "HT621.checkpoint-script-prepared",
-            number_of_states=len(states),
-            kind=kind,
-            number_of_things=len(things),
-        )
+        raise UsageError("HT621.count-differs", kind=kind, saved=len(states), prepared=len(things))
     for thing, state in zip(things, states, strict=True):
         try:
             thing.load_state_dict(state)
         except ValueError as error:  # from an optimizer with other parameter groups
-            raise UsageError("HT621.checkpoint-does-fit", kind=kind, error=error) from None
+            raise UsageError("HT621.state-not-loadable", kind=kind, error=error) from None
 
 
 def _load_newest(
@@ -279,7 +270,7 @@ def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any
         state, damage = None, None
         try:
             if step not in found:
-                raise CheckpointError("HT707.step-here", step=step, directory=directory)
+                raise CheckpointError("HT707.missing-on-this-node", step=step, directory=directory)
             opened = checkpoint.open_checkpoint(found[step], step, _PARTS, run=run)
             sharded_state.divide(context, opened.state)
             state = opened.read()
@@ -334,11 +325,8 @@ def _had_schedule(directory: RunDirectory, step: int) -> bool:
 
 def _refuse_unlike(directory: RunDirectory, unlike: Sequence[bool], steps: Sequence[int]) -> None:
     """Raise an error if ranks do not find the newest checkpoint that rank 0 finds."""
+    values = {"directory": directory, "unlike": sum(unlike), "world_size": len(unlike)}
+    if any(unlike) and steps:
+        raise CheckpointError("HT622.checkpoint-differs", step=steps[-1], **values)
     if any(unlike):
-        raise CheckpointError(
-            "HT622.ranks-find-checkpoint",
-            unlike=sum(unlike),
-            number_of_unlike=len(unlike),
-            directory=directory,
-            detail=f" (step {steps[-1]})" if steps else " (none)",
-        )
+        raise CheckpointError("HT622.checkpoint-not-on-rank-0", **values)

@@ -49,7 +49,7 @@ def attached(
             if scheduler.optimizer is optimizer:
                 name = f"{type(scheduler).__name__} of optimizer {number}"
                 if name in named:
-                    raise UsageError("HT412.two-schedulers-kind", kind=type(scheduler).__name__)
+                    raise UsageError("HT412.same-class", kind=type(scheduler).__name__)
                 named[name] = scheduler
     return named
 

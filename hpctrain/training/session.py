@@ -226,7 +226,7 @@ class Session(Collectives):
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
-                raise UsageError("HT606.prepare-got", kind=type(thing).__name__)
+                raise UsageError("HT606.object-cannot-be-prepared", kind=type(thing).__name__)
         meet(self.backend, "session.prepare()")
         context = self._context
         prepared: list[Any] = list(things)

@@ -157,7 +157,7 @@ def _equip(
         deciding = {**options.deciding(), "--precision": numbers.name}
         return chosen, numbers, settings, consistency.entry(chosen, deciding)
     except RuntimeError as failure:  # from CUDA
-        raise StartError("HT615.gpu-cannot-used", first_line=first_line(failure)) from None
+        raise StartError("HT615.gpu-unusable", reason=first_line(failure)) from None
 
 
 def _check(workers: int | str, roster: rendezvous.Roster) -> rendezvous.Answer:

@@ -57,7 +57,7 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
         elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             value = repr(thing) if isinstance(thing, (int, float, str, NoneType)) else "…"
             raise UsageError(
-                "HT616.session-run-state", name=name, kind=type(thing).__name__, value=value
+                "HT616.object-cannot-be-restored", name=name, kind=type(thing).__name__, value=value
             )
 
 
@@ -79,7 +79,7 @@ def refuse_nonfinite(context: Context, step: int) -> None:
         unlike = torch.tensor(int(not finite), device=context.device)
         finite = int(backend.sum(unlike).item()) == 0
     if not finite:
-        raise NonFiniteError("HT613.weights-finite-any", step=step).of_all(context.world.rank)
+        raise NonFiniteError("HT613.weights-not-finite", step=step).of_all(context.world.rank)
 
 
 def refuse_streak(context: Context, ranks: float, step: int, saved: Position | None) -> None:
@@ -94,14 +94,9 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
     Raises:
         NonFiniteError: always.
     """
-    most = context.options.max_nonfinite
+    saved_step = saved.step if saved else 0
     raise NonFiniteError(
-        "HT613.steps-row-overflowed",
-        most=most,
-        ranks=ranks,
-        world_size=context.world.world_size,
-        step=step,
-        detail=saved.step if saved else 0,
+        "HT613.nonfinite-steps", context=context, ranks=ranks, step=step, saved_step=saved_step
     ).of_all(context.world.rank)
 
 

@@ -35,7 +35,7 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
             and no sums over them.
     """
     if backend.name == "dataparallel" and torch.cuda.device_count() > 1:
-        raise UsageError("HT408.sync-batchnorm-backend")
+        raise UsageError("HT408.dataparallel")
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if backend.world_size == 1:
         for _, layer in layers:
@@ -61,9 +61,9 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
 
 def _refuse(name: str, layer: _BatchNorm) -> None:
     if any(is_lazy(tensor) for tensor in [*layer.parameters(), *layer.buffers()]):
-        raise UsageError("HT408.sync-batchnorm-number", name=name)
+        raise UsageError("HT408.lazy-layer", layer=name)
     if type(layer).forward not in _FORWARDS:
-        raise UsageError("HT408.sync-batchnorm-forward", name=name, kind=type(layer).__name__)
+        raise UsageError("HT408.custom-forward", layer=name, layer_class=type(layer).__name__)
 
 
 class _SharedBackend:

@@ -200,11 +200,9 @@ class Run:
         self._later = resumed.later
         self._own = resumed.own
         if self.step > self._most_steps:
+            max_steps, step = self._most_steps, self.step
             raise UsageError(
-                "HT614.max-steps-run",
-                most_steps=self._most_steps,
-                step=self.step,
-                text=2 * self.step,
+                "HT614.max-steps-passed", max_steps=max_steps, step=step, twice_as_many=2 * step
             )
         logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
@@ -227,7 +225,7 @@ class Run:
         options = self._context.options
         self._epochs = options.epochs or (None if options.max_steps else default)
         if self._epochs is None and options.max_steps is None:
-            raise UsageError("HT614.neither-epochs-nor")
+            raise UsageError("HT614.no-end")
         if not self._batches:
             self._put_back_random()
         last = sys.maxsize if self._epochs is None else self._epochs
@@ -237,10 +235,10 @@ class Run:
             yield self.epoch
             self._settle()
             if self.step == before and self._epochs is None and not self._batches:
-                raise UsageError("HT614.epoch-batch-max", epoch=self.epoch + 1, options=options)
+                raise UsageError("HT614.empty-epoch", epoch=self.epoch + 1, options=options)
             seen = self._batches - batches
             if self.step == before and seen and self._context.optimizers:
-                raise UsageError("HT605.batches-epoch-optimizer", seen=seen, epoch=self.epoch + 1)
+                raise UsageError("HT605.no-optimizer-step", seen=seen, epoch=self.epoch + 1)
             if not self._cut_short:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
@@ -279,7 +277,7 @@ class Run:
             return
         self._settle()
         if self._begun:
-            raise UsageError("HT605.run-batches-second", epoch=self.epoch + 1)
+            raise UsageError("HT605.batches-twice", epoch=self.epoch + 1)
         self._begun = True
         context = self._context
         options, world = context.options, context.world
@@ -367,7 +365,7 @@ class Run:
             UsageError: the micro-batch does not come from `batches`.
         """
         if not self._context.in_body:
-            raise UsageError("HT605.backward-pass-outside")
+            raise UsageError("HT605.backward-outside-batches")
         while self._later:
             self._later.pop()()
 
@@ -500,7 +498,7 @@ class Run:
         if self.finished:
             return
         if self._context.in_body and self._in_hand and not self._context.stepped:
-            raise UsageError("HT605.run-save-inside")
+            raise UsageError("HT605.save-inside-step")
         self._settle()  # for a loop that was left by a break
         if not self._context.in_body:
             self._drop_rest()

@@ -178,16 +178,16 @@ def test_global_batch_batch_size_and_accumulation_are_derived(total, size, times
     [
         (10, None, None, 4, "4 ranks", "--global-batch 8, --global-batch 12"),
         (3, None, None, 4, "4 ranks", "--global-batch 4"),
-        (100, None, 3, 4, "4 ranks × 3 accumulated", "--global-batch 96, --global-batch 108"),
-        (100, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 96, --global-batch 128"),
-        (16, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 32"),
+        (100, None, 3, 4, "4 ranks × --accumulate 3", "--global-batch 96, --global-batch 108"),
+        (100, 8, None, 4, "4 ranks × --batch-size 8", "--global-batch 96, --global-batch 128"),
+        (16, 8, None, 4, "4 ranks × --batch-size 8", "--global-batch 32"),
         (
             96,
             8,
             2,
             4,
             "--batch-size 8 × --accumulate 2 = 64",
-            "--global-batch 64, leave one of the three out",
+            "--global-batch 64, omit --global-batch, --batch-size or --accumulate",
         ),
     ],
 )

@@ -86,7 +86,7 @@ def test_backend_of_another_package_has_the_options_of_the_one_that_it_extends(i
     ("changes", "found"),
     [
         ({"launcher": "import nothing_of_this_name"}, "its import fails: ModuleNotFoundError"),
-        ({"launcher": "MapleLauncher = 3"}, "3 is no class that derives from hpctrain's Launcher"),
+        ({"launcher": "MapleLauncher = 3"}, "3 is not a subclass of hpctrain's Launcher"),
         ({"launcher": outside_package.CODE.replace('"maple"', '"oak"')}, "name = 'maple'"),
         ({"launcher": outside_package.CODE.replace('"slurm"\n', '"oak"\n')}, "before = 'oak'"),
         (

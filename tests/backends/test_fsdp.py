@@ -267,7 +267,10 @@ def test_blocks_are_what_the_model_repeats():
         ({"precision": "fp16"}, "--backend fsdp with --precision fp16"),
         ({"check_replicas_every": 5}, "--check-replicas-every 5 with --backend fsdp"),
         ({"fsdp": "offload"}, "--fsdp offload on a CPU"),
-        ({"fsdp": "hybrid", "layout": (2, 1)}, "2 ranks on node1, 1 rank on node2"),
+        (
+            {"fsdp": "hybrid", "layout": (2, 1)},
+            "--fsdp hybrid with different numbers of ranks: 2 on node1, 1 on node2",
+        ),
         ({"kind": LAMB}, "LAMB under --backend fsdp"),
     ],
 )
@@ -309,7 +312,9 @@ def train_from(folders, backend, meta, buffer=False):
         model = session.prepare(model)
         folder = folders[session.world.rank] if isinstance(folders, list) else folders
         if meta and folder:
-            with pytest.raises(UsageError, match=r"words\.weight and .*have no values"):
+            with pytest.raises(
+                UsageError, match=r"tensors without values: \d+, the first is words\.weight"
+            ):
                 model(torch.zeros(1, 5, dtype=torch.int64, device=session.device))
         if folder:
             session.load_weights(model, folder)
@@ -362,7 +367,7 @@ def test_folder_that_one_rank_lacks_is_an_error_on_all_ranks(weights):
 @pytest.mark.parametrize(
     ("source", "buffer", "text"),
     [
-        (None, False, "words.weight and 31 more tensors of the Language"),
+        (None, False, "tensors without values: 32, the first is words.weight"),
         ("weights", True, "the buffer scale of the Language is on the meta device"),
     ],
 )

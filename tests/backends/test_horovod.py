@@ -201,7 +201,7 @@ def test_horovod_start_names_a_rank_lost_after_the_rendezvous(victim):
         if rank != victim:
             assert isinstance(result, StartError), result
             assert result.code == "HT305"
-            lost = f"rank {victim} on node1 took part in the rendezvous and was lost"
+            lost = f"rank {victim} on node1 took part in the rendezvous, but did not connect"
             assert lost in result.found
 
 
@@ -251,8 +251,7 @@ def train_baseline(options, accumulate):
 
 
 def train_with_session(options, accumulate):
-    named = {f"horovod_{name}": value for name, value in options.items()}
-    with session(accumulate=accumulate, **named) as opened:
+    with session(accumulate=accumulate, horovod=options) as opened:
         model, data = model_and_data(opened.world.rank)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         for inputs in data:
@@ -309,7 +308,7 @@ REFUSED = {
             "HT311",
             "remove groups from --horovod",
         ),
-        ({"horovod": "op=adasum"}, "--horovod op=adasum with 3 ranks", "HT314", "2 ranks"),
+        ({"horovod": "op=adasum"}, "--horovod op=adasum with 3 ranks", "HT314", "start 2 ranks"),
     ],
     2: [
         (

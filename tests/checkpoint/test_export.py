@@ -166,7 +166,7 @@ def test_export_to_several_files(run, tmp_path, capsys):
         for name, value in run.models[2].state_dict().items():
             assert torch.equal(model.state_dict()[name], value), name
     assert main(["export", str(run.path), str(target)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_export_holds_one_file_in_memory(run, tmp_path, monkeypatch):
@@ -192,12 +192,12 @@ def test_export_refuses_a_damaged_checkpoint(run, tmp_path):
 def test_export_of_a_missing_checkpoint(run, tmp_path, capsys):
     target = str(tmp_path / "out.safetensors")
     assert main(["export", str(run.path), target, "--step", "7"]) == 1
-    assert "one of 1, 2, 3" in capsys.readouterr().err
+    assert "a step that has a checkpoint: 1, 2, 3" in capsys.readouterr().err
     assert main(["export", str(run.path), target, "--best", "top5"]) == 1
     error = capsys.readouterr().err
-    assert "  or:       a run with --keep-best NAME\n  more:     hpctrain explain HT709\n" in error
+    assert "  or:       run with --keep-best NAME\n  more:     hpctrain explain HT709\n" in error
     assert main(["export", str(tmp_path / "none"), target]) == 1
-    assert "no complete checkpoint" in capsys.readouterr().err
+    assert "no checkpoint in" in capsys.readouterr().err
     assert main(["export", str(run.path), str(tmp_path / "none" / "out")]) == 2
     assert "could not be written" in capsys.readouterr().err
 

@@ -201,9 +201,9 @@ def test_load_weights_refuses_other_names_and_shapes(source, tmp_path):
     assert expected in found
     assert found.endswith("and 1 more")
     assert caught.value.fixes == (
-        "the file of such a model",
-        "skip=['first.bias', 'head.*', 'norm.bias', 'norm.weight'], to keep the values that the "
-        "script gave them",
+        "use the weights of such a model",
+        "skip=['first.bias', 'head.*', 'norm.bias', 'norm.weight'] (keeps the values that the "
+        "script gave them)",
     )
     assert caught.value.code == "HT714"
     del state["head.weight"]
@@ -232,7 +232,7 @@ def test_error_of_another_head_has_the_line_that_skips_it(classes, depth, tmp_pa
     with pytest.raises(UsageError) as caught:
         fill_weights(model, tmp_path / "weights.pt")
     fix = caught.value.fixes[1]
-    assert fix == "skip=['fc.*'], to keep the values that the script gave them"
+    assert fix == "skip=['fc.*'] (keeps the values that the script gave them)"
     with caplog.at_level(logging.INFO, "hpctrain"):
         fill_weights(model, tmp_path / "weights.pt", skip=["fc.*"])
     assert torch.equal(model.conv.weight, source.conv.weight)

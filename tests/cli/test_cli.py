@@ -234,7 +234,7 @@ def test_explain_unknown_code_names_near_ones(capsys):
     assert main(["explain", f"{code}0"]) == 2
     output = capsys.readouterr()
     first, second, third, *others = output.err.splitlines()
-    assert first == f"hpctrain: error: hpctrain explain {code}0: no such code"
+    assert first == f"hpctrain: error: hpctrain explain {code}0: unknown code"
     assert second == f"  expected: a code from {code} to {max(codes())}"
     assert third.startswith("  fix:      hpctrain explain HT")
     assert f"hpctrain explain {code}" in [line[12:] for line in (third, *others)]

@@ -36,7 +36,7 @@ COMMANDS = {
     "run --help": (0, "--nproc-per-node"),
     "init folder": (0, "sbatch train.sbatch"),
     "completion --help": (0, "usage: hpctrain completion"),
-    "run no-such-script.py": (2, "no-such-script.py is no file"),
+    "run no-such-script.py": (2, "no-such-script.py does not exist"),
 }
 
 # Forks for each command, from an interpreter without other packages; records imports of those.

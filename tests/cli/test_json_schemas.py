@@ -409,7 +409,9 @@ def report(capsys, entries, wrong=None):
     whole = Report(facts, World(0, size, 0, launcher="slurm"), True)
     # The findings of all ranks, as the rendezvous brings them.
     brought = json.loads(json.dumps([to_send([machine.about_horovod(None)])] * size))
-    refused = Finding.of("GPU", UsageError.of_text("HT113", "one GPU", "two GPUs", "start one rank"))
+    refused = Finding.of(
+        "GPU", UsageError.of_text("HT113", "one GPU", "two GPUs", "start one rank")
+    )
     whole.machines([*merged(brought), refused], of_ranks.rows(entries))
     if wrong is not None:
         whole.sums("nccl", wrong)

@@ -112,7 +112,7 @@ def test_captured_environment_gives_the_right_world(document, rank):
     entry = document["ranks"][rank]
     env = entry["env"]
     if document["launcher"] in WITHOUT_LOCAL_RANK:
-        refusal = f"{document['launcher']} did not set .*local_rank"
+        refusal = rf"no .*LOCAL_?RANK.* \(launcher: {document['launcher']}\)"
         with pytest.raises(ContradictionError, match=refusal):
             survey(env, process(entry))
         true = true_world(document, rank)

@@ -91,7 +91,7 @@ def test_hostlist_of_several_full_ranges_expands():
 
 # Expressions that are refused, and what the message shows of them.
 MALFORMED = [
-    ("n[1", "'n[1': a bracket [ without its other one"),
+    ("n[1", "'n[1' has a bracket [ without its pair"),
     ("n[1,2", "'n[1,2'"),
     ("m,n[1", "'n[1'"),
     ("n]1", "'n]1'"),
@@ -101,8 +101,8 @@ MALFORMED = [
     ("n[[1]]", "'n[[1]]'"),
     ("n[1[2]]", "'n[1[2]]'"),
     ("n[1-2,y[3]", "'n[1-2,y[3]'"),
-    ("n[]", "'n[]': '' is no range"),
-    ("n[a]", "'n[a]': 'a' is no range"),
+    ("n[]", "'n[]': '' is not a range"),
+    ("n[a]", "'n[a]': 'a' is not a range"),
     ("n[1-]", "'1-'"),
     ("n[,1]", "''"),
     ("n[1,]", "''"),
@@ -121,14 +121,14 @@ MALFORMED = [
     ("n[1 -2]", "'1 -2'"),
     ("n[1 2]", "'1 2'"),
     ("n[\u0661-\u0663]", "'\u0661-\u0663'"),  # digits that Slurm does not write
-    ("n[1-2]m", "'n[1-2]m': text after the last bracket, 'm'"),
+    ("n[1-2]m", "'n[1-2]m' has text after the last bracket: 'm'"),
     ("x,n[1-2].site.org,y", "'.site.org'"),
     ("n[1-2]3", "'3'"),
     ("n1,n[1]m[2]k,x", "'n[1]m[2]k'"),
-    ("n[0-65536]", "'0-65536' is no range of at most 65536 numbers"),
+    ("n[0-65536]", "'0-65536' is not a range of at most 65536 numbers"),
     ("n[1-9999999999999]", "'1-9999999999999'"),
     ("n[18446744073709551615]", "'18446744073709551615'"),
-    ("n\n[1]", "'n\\n[1]': a character that no host name has"),
+    ("n\n[1]", "'n\\n[1]' has a character that host names cannot have"),
     ("n[1]\n", "a character"),
     ("\x1bn[1]", "a character"),
     ("n1,n\udcff[1]", "a character"),
@@ -178,7 +178,7 @@ def test_huge_hostlist_is_refused_at_once(expression):
 
 
 def test_error_of_a_long_hostlist_shows_the_wrong_name():
-    with pytest.raises(UsageError, match=r"host list 'n\[7-5\]': '7-5'"):
+    with pytest.raises(UsageError, match=r"host list 'n\[7-5\]': '7-5' is not a range"):
         expand("n1," * 1000 + "n[7-5]" + ",n1" * 1000)
 
 

@@ -134,7 +134,7 @@ def test_python_in_the_shell_of_salloc_on_the_login_host_is_refused(cluster, tmp
     assert done.returncode == 0, done
     refused, _, after = done.stdout.partition("code 2\n")
     number = done.stderr.split("Granted job allocation ")[1].split()[0]
-    assert f"this host is login, and job {number} has node3: " in refused
+    assert f"this node is login, and job {number} has node3: " in refused
     assert "  fix:      hpctrain run train.py\n" in refused
     assert "Traceback" not in refused
     assert "none (" not in refused
@@ -155,7 +155,7 @@ def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, 
     assert code == 0, log
     refused, _, hidden = log.partition("code 2\n")
     assert refused.count("fix:") == 1
-    assert f"job {number} has 2 GPUs on this host, and torch" in refused
+    assert f"GPUs of job {number} on this node (GPUs: 2)" in refused
     check_ranks(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
 
 

@@ -101,7 +101,7 @@ def test_training_on_the_login_host_of_an_allocation_is_refused(typed, fix):
     process = Process(tuple(shlex.split(typed)), host="login2.cluster")
     error = survey(ALLOCATED, process).waste
     assert (error.code, error.exit_code) == ("HT118", 2)
-    assert "this host is login2.cluster, and job 815 has node7" in error.found
+    assert "this node is login2.cluster, and job 815 has node7" in error.found
     assert error.fixes[:2] == (f"hpctrain run {fix}", f"srun hpctrain run {fix}")
     start = survey({**ALLOCATED, **last_fix(error)}, process)
     assert (start.waste, start.world.launcher) == (None, "none")
@@ -139,7 +139,7 @@ def test_training_on_a_host_of_the_job_is_accepted(changes, host):
 def test_fewer_ranks_than_tasks_are_refused_under_every_launcher(name):
     env = {**JOB, **launcher_variables(name, 2)}
     error = survey(env).waste
-    assert f"{name} started 2 ranks, and 2 of the 4 tasks of job 815 are idle" in error.found
+    assert f"{name} started ranks for 2 of the 4 tasks of job 815" in error.found
     assert error.code == "HT110"
     assert error.fixes[:2] == ("start 4 ranks", "ask for as many tasks as ranks: 2")
     assert survey({**env, **last_fix(error)}).waste is None
@@ -291,10 +291,10 @@ def test_horovodrun_elastic_is_refused_with_the_command():
     env = {**launcher_variables("horovodrun", 2), "HOROVOD_ELASTIC": "1"}
     error = survey(env, Process(("python", "train.py", "--lr", "0.1"))).stray
     assert isinstance(error, UsageError)
-    assert error.found.startswith("HOROVOD_ELASTIC=1: horovodrun was given --min-np")
+    assert error.found.startswith("HOROVOD_ELASTIC=1: horovodrun has --min-np")
     assert error.code == "HT112"
     assert error.fixes == (
-        "in a batch script of Slurm: exec hpctrain run --elastic train.py --lr 0.1",
+        "in a Slurm batch script: exec hpctrain run --elastic train.py --lr 0.1",
     )
     assert survey({**env, "HPCTRAIN_LAUNCHER": "horovodrun"}).stray is not None
     assert survey({**env, "HOROVOD_ELASTIC": "0"}).stray is None

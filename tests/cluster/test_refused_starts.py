@@ -121,7 +121,7 @@ SINGLE = (
     Case(
         "tasks per node against tasks",
         launcher_variables("slurm", SLURM_STEP_TASKS_PER_NODE="3(x2)"),
-        ("SLURM_STEP_NUM_TASKS=4", "SLURM_STEP_TASKS_PER_NODE=3(x2) (6 tasks)"),
+        ("SLURM_STEP_NUM_TASKS=4", "SLURM_STEP_TASKS_PER_NODE=3(x2) (tasks: 6)"),
         code="HT101",
     ),
     Case(
@@ -459,7 +459,7 @@ def test_multiprocessing_child_error_shows_how_to_start_ranks(method, env, tmp_p
     done = launches.start([sys.executable, "train.py", method], tmp_path, **env)
     assert done.returncode == 0, done.stderr
     rank = "1" if env else "0"
-    assert done.stdout.startswith(f"{rank} None this process was started by multiprocessing")
+    assert done.stdout.startswith(f"{rank} None multiprocessing ")
     assert f"rank {rank}" in done.stdout
     assert "hpctrain run --nproc-per-node N SCRIPT" in done.stdout
     assert "hpctrain.spawn(FUNCTION, N)" in done.stdout

@@ -13,13 +13,14 @@ parser = hpctrain.options()
 parser.add_argument("--alike", type=int, default=1)
 arguments = parser.parse_args()
 with hpctrain.Session(arguments, batch_size=1, start_timeout=60) as session:
-    raise UsageError.of_text("HT001", f"text {session.world.rank // arguments.alike}", "another", "such")
+    text = f"text {session.world.rank // arguments.alike}"
+    raise UsageError.of_text("HT001", text, "another", "such")
 """
 # Four ranks on two hosts: options, and the first line of each error that they cause.
 CASES = {
     "--no-such-option": ["unrecognized arguments: --no-such-option"],
     "--global-batch 7": [
-        "--global-batch 7 cannot be cut into equal parts for 4 ranks × 1 (--batch-size)"
+        "--global-batch 7 cannot be divided equally among 4 ranks × --batch-size 1"
     ],
     "--alike 4": ["text 0"],
     "--alike 2": ["text 0", "text 1"],

@@ -498,16 +498,16 @@ MISTAKES = {
     ),
     "loss_scale='fast'": ("HT414", lambda: initialize("O2", loss_scale="fast")),
     "loss_scale=0": ("HT414", lambda: initialize("O2", loss_scale=0)),
-    "amp.initialize() got models of str": ("HT413", lambda: amp.initialize("model")),
-    "amp.initialize() got optimizers of StepLR": (
+    "amp.initialize() got models of type str": ("HT413", lambda: amp.initialize("model")),
+    "amp.initialize() got optimizers of type StepLR": (
         "HT413",
         lambda: amp.initialize(net(), torch.optim.lr_scheduler.StepLR(sgd(net()), 1)),
     ),
-    "amp.initialize() got a model inside of DataParallel": (
+    "amp.initialize() got a model wrapped in DataParallel": (
         "HT413",
         lambda: amp.initialize(wrap_in_dataparallel()),
     ),
-    "amp.initialize() got a Sequential whose 0.weight is in half precision": (
+    "amp.initialize() got a Sequential with 0.weight in half precision": (
         "HT404",
         lambda: amp.initialize(net().half()),
     ),

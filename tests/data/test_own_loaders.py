@@ -134,6 +134,25 @@ def test_distributed_sampler_shuffles_anew_in_each_epoch():
         assert seen[:half] != seen[half:]
 
 
+class Unseeded(Stream):
+    """Samples in an order that no seed repeats."""
+
+    def __iter__(self):
+        yield from random.SystemRandom().sample(list(super().__iter__()), SAMPLES)
+
+
+LOADERS["unseeded"] = lambda session: DataLoader(Unseeded(), 4)
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("unseeded", 1), ("stream", 0)])
+def test_resume_warns_if_a_stream_does_not_repeat_its_order(name, warnings):
+    train(name, "cut", max_steps=5)
+    rest, _ = train(name, "cut", max_steps=8, resume=True)
+    assert len(rest) == 3
+    log = Path("cut/logs/rank-0.log").read_text()
+    assert log.count("this epoch began with another batch") == warnings
+
+
 @pytest.mark.parametrize(
     "name",
     ["seeded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shuffled", "weighted"))],
@@ -176,17 +195,17 @@ def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
 
 
 def test_batch_size_of_a_dict_is_set_once_the_session_is_open(tmp_path):
-    given = {"global_batch": 8, "batch_size": None, "width": 64, "run_dir": str(tmp_path / "run")}
+    given = {"global_batch": 8, "batch_size": None, "run_dir": str(tmp_path / "run")}
     with hpctrain.Session(given, max_steps=1) as opened, opened.run() as run:
         assert given["batch_size"] == opened.batches.batch_size == 8
     (start,) = run.directory.lines(run.directory.starts)
-    assert start["own_options"] == {"width": 64}
+    assert start["own_options"] == {}
     assert (start["options"]["global_batch"], start["options"]["max_steps"]) == (8, 1)
 
 
 def test_loader_without_batches_is_refused():
     LOADERS["no batches"] = lambda session: DataLoader(DATA, None)
-    with pytest.raises(UsageError, match="without batches") as caught:
+    with pytest.raises(UsageError, match="batch_size=None") as caught:
         train("no batches", batch_size=None)
     assert caught.value.code == "HT509"
 

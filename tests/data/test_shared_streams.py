@@ -246,7 +246,7 @@ def test_ranks_of_which_only_some_have_the_same_batch_are_refused():
     for result in ranks.run(3, start, "half-equal", {}):
         assert isinstance(result, UsageError), result
         assert result.code == "HT508"
-        assert "ranks 1 and 2 begin with the same batch" in result.found
+        assert "ranks 1 and 2 have the same first batch" in result.found
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -42,7 +42,7 @@ def test_unreadable_image_is_an_error_with_its_path(folder, images, workers):
         error = raised.with_traceback(None)  # the traceback keeps the loader's processes alive
     assert error.code == "HT517"
     assert error.found.startswith(f"{folder}/cat/1.jpg cannot be read: OSError: ")
-    assert error.fixes[1].startswith("a limit of 10 (--max-unreadable 10 of examples/imagenet.py)")
+    assert error.fixes[1].startswith("SkipUnreadable(…, limit=10) (--max-unreadable 10 ")
     assert "Traceback" not in str(error)
 
 
@@ -96,7 +96,7 @@ def test_unreadable_sample_without_a_path_has_its_index():
         OSError(errno.EIO, "Input/output error", "x.jpg"),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "x.jpg"),
         MemoryError(),
-        UsageError("HT001", "no", "yes"),
+        UsageError.of_text("HT001", "no", "yes"),
     ],
 )
 def test_missing_files_failing_disks_and_own_errors_are_never_skipped(error):

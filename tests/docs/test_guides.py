@@ -58,7 +58,8 @@ def parser_of_program(name):
     """
     if name in SCRIPTS:
         parser = hpctrain.options()
-        parser.add_argument("--lr", type=float)
+        for own in ("--lr", "--clip-norm"):
+            parser.add_argument(own, type=float)
         return parser
     if not EXAMPLE.fullmatch(name):
         return parser_of([name])

@@ -70,6 +70,7 @@ def test_rates_and_average_of_the_page_step_once_for_each_step_and_resume(
         assert step == averages[directory]["n_averaged"] == 30
     assert rates["many"] == pytest.approx(rates["one"], rel=1e-12)
     peak = 0.1 * 24 / 256
-    assert rates["one"][:5] == pytest.approx([part * peak for part in (0.1, 0.325, 0.55, 0.775, 1)])
+    warmup = [part * peak for part in (0.325, 0.55, 0.775, 1)]
+    assert rates["one"][:4] == pytest.approx(warmup)  # a row has the rate of the next step
     assert rates["one"][-1] < 0.01 * peak
     torch.testing.assert_close(averages["many"], averages["one"], rtol=1e-9, atol=1e-9)

@@ -50,7 +50,7 @@ def test_job_spec_reports_all_problems_at_once():
         name="a/b", nodes=0, time="soon", gpus_per_node="many", requeue="no", venv=None,
         environment={"PATH-": "x"}, extra={"nodes": "3"}, memory="much", container_runtime="docker",
     )  # fmt: skip
-    assert message.startswith("10 values of the job are invalid:")
+    assert message.startswith("invalid values in the job (10):")
     for name in (
         *("name", "nodes", "time", "gpus_per_node", "requeue", "venv", "environment", "extra"),
         *("memory", "container_runtime"),

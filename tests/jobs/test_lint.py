@@ -4,6 +4,7 @@ import argparse
 import io
 import itertools
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -545,8 +546,8 @@ def test_lint_reads_standard_input(monkeypatch, capsys):
         ("folder", "cannot be read: Is a directory"),
         (b"", "is empty"),
         (b" \n\n", "is empty"),
-        (b"\x7fELF\x02\x01\0\0", "is no text"),
-        (b"#!/bin/bash\nhost\0name\n", "is no text"),
+        (b"\x7fELF\x02\x01\0\0", "is not text"),
+        (b"#!/bin/bash\nhost\0name\n", "is not text"),
         (b"hostname\n", "neither #! nor #SBATCH"),
         (b"#!/bin/bash\n" + b"#" * 2**17, "more than 128 KiB"),
     ],
@@ -591,9 +592,9 @@ def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys
 def test_lint_names_the_command_for_python_and_toml_files(name, text, command_line, tmp_path):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(UsageError, match="no batch script") as caught:
+    with pytest.raises(UsageError, match="not a batch script") as caught:
         run(path)
-    assert caught.value.fixes == tuple(one.format(path) for one in command_line)
+    assert caught.value.fixes == tuple(one.format(shlex.quote(str(path))) for one in command_line)
     assert "#!/bin/bash" not in str(caught.value)
 
 

@@ -60,7 +60,7 @@ def test_lines_of_the_rank_that_has_failed(fake, capfdbinary):
     assert logs(capfdbinary, "70", "--rank", "failed")[0] == b"five\n"
     Path("runs/train-70.log").write_bytes(LOG)
     _, errors = logs(capfdbinary, "70", "--rank", "failed", code=2)
-    assert "--rank failed, and no rank is known to have failed" in errors
+    assert "--rank failed: no failed rank is known (1: six)" in errors
     assert "--rank -1" in logs(capfdbinary, "70", "--rank=-1", code=2)[1]
 
 
@@ -93,9 +93,9 @@ def test_log_that_is_not_there_is_told(fake, capfdbinary):
         job("72_1", WorkDir=os.getcwd()),
         job("72_2", WorkDir=os.getcwd()),
     )
-    assert "no log of 70 in runs/train-70.log: the job waits" in logs(capfdbinary, "70", code=2)[1]
-    assert "no log of 71_[0-3]: the job waits" in logs(capfdbinary, "71", code=2)[1]
-    assert "72 is 2 jobs: 72_1, 72_2" in logs(capfdbinary, "72", code=2)[1]
+    assert "no log of 70 (runs/train-70.log): the job waits" in logs(capfdbinary, "70", code=2)[1]
+    assert "no log of 71_[0-3] (file name unknown)" in logs(capfdbinary, "71", code=2)[1]
+    assert "72 matches several jobs: 72_1, 72_2" in logs(capfdbinary, "72", code=2)[1]
     assert "No such file" in logs(capfdbinary, "72_1", code=2)[1]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -404,7 +405,7 @@ def test_status_ignores_hostile_job_number(fake, capsys):
     assert len(out.splitlines()) == 2
     assert "pwn" not in out
     assert cli.main(["cancel", "evil-9"]) == 2
-    assert "run of no job" in capsys.readouterr().err
+    assert "its job number: none" in capsys.readouterr().err
 
 
 def test_status_prints_to_ascii_terminal(fake):
@@ -454,7 +455,7 @@ def test_cancel_calls_scancel_and_shows_how_to_resume(fake, capsys):
     out = capsys.readouterr().out
     assert "job 70 (train) is cancelled" in out
     assert "the newest of step 40 or later" in out
-    assert f"--run-dir {path.absolute()} -- … --resume" in out
+    assert f"--run-dir {shlex.quote(str(path.absolute()))} -- … --resume" in out
     assert cli.main(["cancel", "9"]) == 0
     calls = [line for line in fake.calls.read_text().splitlines() if line.startswith("scancel")]
     assert calls == ["scancel 70", "scancel 9"]
@@ -471,10 +472,10 @@ def test_cancel_and_requeue_refuse_ambiguous_or_foreign_jobs(fake, capsys, comma
     fake.command("scancel")
     make_run("old-12", "done")
     for word, message in (
-        ("train", "name of 2 jobs"),
+        ("train", "several jobs have the name 'train'"),
         ("72", "job 72 belongs to bob"),
         ("99", "neither a job nor a run"),
-        ("old-12", "which is not in Slurm's list"),
+        ("old-12", "Slurm lists no job with this"),
         ("..", "neither a job nor a run"),
         ("", "neither a job nor a run"),
     ):
@@ -489,7 +490,10 @@ def test_cancel_refuses_run_without_a_job(fake, capsys):
     Path("train").mkdir()  # a folder of sources, with the name of the job
     fake.jobs(job("70", WorkDir=os.getcwd()), job("71", Name="other"))
     fake.command("scancel")
-    for word, message in (("exp-70", "or has another run"), ("train-71", "run of no job")):
+    for word, message in (
+        ("exp-70", "no job with this run directory"),
+        ("train-71", "its job number: none"),
+    ):
         assert cli.main(["cancel", word]) == 2
         assert message in capsys.readouterr().err
     assert "scancel" not in fake.calls.read_text()
@@ -501,7 +505,7 @@ def test_cancel_by_name_takes_the_active_job(fake, capsys):
     fake.jobs(job("70", State="COMPLETED"), job("71"), job("72_1", Name="two", State="FAILED"))
     fake.command("scancel")
     assert cli.main(["requeue", "train"]) == 2
-    assert "name of 2 jobs" in capsys.readouterr().err
+    assert "several jobs have the name 'train'" in capsys.readouterr().err
     assert cli.main(["cancel", "train"]) == 0
     assert fake.calls.read_text().splitlines()[-1] == "scancel 71"
     assert cli.main(["cancel", "two"]) == 0
@@ -569,9 +573,9 @@ def test_run_directory_of_a_folder_a_number_and_a_name(fake):
         with pytest.raises(UsageError, match=words):
             lookup.run_directory(name, fake.env)
     fake.command("scontrol", "#!/bin/bash\nhpctrain run t.py")
-    with pytest.raises(UsageError, match="70 has no runs here"):
+    with pytest.raises(UsageError, match="runs of 70: none"):
         lookup.run_directory("70", fake.env)
     fake.jobs(None)
     assert lookup.run_directory("69", fake.env) == path
-    with pytest.raises(UsageError, match="is no run here"):
+    with pytest.raises(UsageError, match="is not a run here"):
         lookup.run_directory("71", fake.env)

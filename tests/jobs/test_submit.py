@@ -25,7 +25,7 @@ from hpctrain.jobs.spec import JobSpec
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
-    keep = f"cat > {tmp_path}/script; env > {tmp_path}/environ"
+    keep = f"cat > '{tmp_path}/script'; env > '{tmp_path}/environ'"
     made.command("sbatch", "70", more=keep)
     Path("t.py").touch()
     return made
@@ -61,12 +61,12 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         ([], "no command to run", "HT803"),
         (["none.toml"], "none.toml cannot be read", "HT802"),
         (["--env", "A", "--", "x"], "--env NAME=VALUE", "HT801"),
-        (["--nodes", "x", "--time", "y", "--", "x"], "2 values", "HT801"),
-        (["--", "python3", "none.py"], "none.py is no file here", "HT805"),
+        (["--nodes", "x", "--time", "y", "--", "x"], "invalid values in the job (2):", "HT801"),
+        (["--", "python3", "none.py"], "none.py is not a file", "HT805"),
         (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log", "HT807"),
         (
             ["--run-dir", "t.py", "--", "python3", "t.py"],
-            "run_dir = t.py: you may not",
+            "run_dir = t.py: you cannot",
             "HT809",
         ),
     ],
@@ -204,10 +204,10 @@ def test_submit_refuses_read_only_folders(fake, capsys, monkeypatch):
     for words in (["--output", "others/%j.log"], ["--output", "others/new/%j.log"], []):
         for dry in ([], ["--dry-run"]):
             assert submit(*words, *dry, "--", "python3", "t.py") == 2
-            assert "you may not write" in capsys.readouterr().err
+            assert "you cannot write" in capsys.readouterr().err
     # The run directory would be in runs here.
     assert submit("--output", "/dev/null", "--", "python3", "t.py") == 2
-    assert f"you may not write in {Path.cwd()}/runs" in capsys.readouterr().err
+    assert f"you cannot write in {Path.cwd()}/runs" in capsys.readouterr().err
     assert not Path("script").exists()
     Path("own").mkdir()
     own += (f"{Path.cwd()}/own",)
@@ -244,8 +244,8 @@ def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        ({"command": "python3 none.py"}, "none.py is no file here"),
-        ({"command": "python3 ."}, ". is no file"),
+        ({"command": "python3 none.py"}, "none.py is not a file"),
+        ({"command": "python3 ."}, ". is not a file"),
         ({"command": "python3 t.py", "venv": "none"}, "no bin/activate"),
         ({"command": "python3 t.py", "stage_code": "none"}, "stage_code = none"),
         ({"command": "python3 t.py", "stage_data": "none"}, "stage_data = none"),
@@ -288,11 +288,11 @@ def test_submit_check_has_no_false_alarms(fake, values):
 @pytest.mark.parametrize(
     ("values", "note"),
     [
-        ({"command": "no-such-program x"}, "no program on the PATH"),
-        ({"command": "none.py"}, "none.py is no program"),
+        ({"command": "no-such-program x"}, "not on the PATH"),
+        ({"command": "none.py"}, "none.py is not on the PATH"),
         ({"command": "env a '&&' b"}, "no shell reads the command: &&"),
-        ({"command": "python3 made.py", "dependency": "afterok:1"}, "made.py is no file"),
-        ({"command": "python3 t.py", "venv": "/node/venv"}, "on this host"),
+        ({"command": "python3 made.py", "dependency": "afterok:1"}, "made.py is not a file"),
+        ({"command": "python3 t.py", "venv": "/node/venv"}, "on this node"),
     ],
 )
 def test_submit_notes_what_may_be_missing(fake, values, note):

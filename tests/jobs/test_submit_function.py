@@ -48,7 +48,7 @@ def test_submitit_refuses_fields_it_lacks(no_job, field, value):
         (lambda: hpctrain.submit(3, JobSpec()), "HT813", r"submit\(3"),
         (lambda: hpctrain.submit(train, {"nodes": 2}), "HT813", "dict"),
         (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "HT813", "args='ab'"),
-        (lambda: hpctrain.submit("gone.py", JobSpec()), "HT805", "no file 'gone.py'"),
+        (lambda: hpctrain.submit("gone.py", JobSpec()), "HT805", "script 'gone.py' does not exist"),
         (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "HT813", "kwargs"),
         (
             lambda: hpctrain.submit(print, JobSpec(), args=[threading.Lock()]),

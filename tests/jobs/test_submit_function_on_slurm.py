@@ -162,7 +162,7 @@ def test_submit_function_reports_how_jobs_end(cluster, drive, tmp_path):
 
     number, reason, state = output["left"]
     assert state == "FAILED"
-    assert "exited with code 3" in reason
+    assert "called sys.exit with 3" in reason
     assert cluster.job(number)["ExitCode"] == "3:0"
     assert json.loads(Path("left.json").read_text()) == [
         str(tmp_path / "folder" / "leaves.py"), HOSTILE, "3"

@@ -147,7 +147,7 @@ sys.exit(code)
 def test_submit_refused_by_slurm_names_option(hpctrain, options, message):
     done = hpctrain("submit", *options, *script("x.py", ""))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "sbatch refused the job: " in done.stderr
+    assert "sbatch rejected the job: " in done.stderr
     assert re.search(message, done.stderr, re.DOTALL), done.stderr
 
 

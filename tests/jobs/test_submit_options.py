@@ -97,9 +97,6 @@ def test_submit_ignores_the_command_line_of_another_parser(submitted):
     submitted("--epochs two --ddp bukcet-mb=1 --backend nccl --resume ''")
 
 
-WRONG = "--epochs 2 --global-batch 7"
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -122,17 +119,20 @@ def test_submit_checks_no_script_whose_command_line_may_mean_anything(submitted,
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "words"),
     [
-        "hpctrain.Session(args, global_batch=8)",
-        "args.epochs = 9; args.batch_size = None",
-        "setattr(args, 'epochs', 9); vars(args)['global_batch'] = 8",
-        "parser.set_defaults(epochs=9, accumulate=2)",
+        ("hpctrain.Session(args, global_batch=8)", "--global-batch 7"),
+        ("args.epochs = 9; args.batch_size = None", "--global-batch 7"),
+        ("setattr(args, 'epochs', 9); vars(args)['global_batch'] = 8", "--global-batch 7"),
+        ("parser.set_defaults(epochs=9, accumulate=2)", "--global-batch 7"),
+        ("args.ddp = None", "--ddp static-graph --backend horovod"),
     ],
 )
-def test_submit_concludes_nothing_from_options_that_the_script_sets(submitted, line):
+def test_submit_concludes_nothing_from_options_that_the_script_sets(submitted, line, words):
+    with pytest.raises(UsageError, match=r"--global-batch 7 cannot|--ddp static-graph with"):
+        submitted(words, tasks_per_node=2)
     Path("t.py").write_text(SCRIPT + line + "\n")
-    submitted(WRONG, tasks_per_node=2)
+    submitted(words, tasks_per_node=2)
     with pytest.raises(UsageError, match="is not a whole number from"):
         submitted("--epochs two")
 

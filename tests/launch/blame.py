@@ -84,7 +84,7 @@ def start(kind, victim, moment, backend="ddp"):
         output = train(folder, backend, script, kind, victim, moment)
     patterns = [FAILED_FIRST]
     if kind == "mismatch":  # all ranks fail; the message names the one that differs
-        patterns = [r"(?:same: |; )rank (\d+): ", r"(?:places: |; )rank (\d+) is at", *patterns]
+        patterns = [r"(?:calls: |places: |; )rank (\d+): ", *patterns]
     return named_by(patterns, output), output
 
 

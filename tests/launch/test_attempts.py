@@ -90,6 +90,7 @@ class Hosts:
     """A stand-in for the hosts, on which attempts end as the test sets; see `ended`."""
 
     agents = True
+    unusable = "HT210.slurm-nodes-unusable"
 
     def __init__(self, directory, *ends):
         self.names = ALL
@@ -101,9 +102,6 @@ class Hosts:
     def ranks(self, host):
         assert host in ALL
         return 2
-
-    def fixes(self, host):
-        return (f"look at {host}",)
 
     def answers(self, host):
         return False
@@ -460,10 +458,10 @@ def test_run_refuses_a_host_that_never_answered(tmp_path):
     directory = rundir.RunDirectory(tmp_path / "run")
     hosts = Hosts(directory)
     hosts.answering = TWO
-    with pytest.raises(StartError, match="node2 of 3 hosts cannot be used") as caught:
+    with pytest.raises(StartError, match="node2 of 3 nodes cannot be used") as caught:
         attempts.run(hosts, ["python"], directory, {}, Policy())
     assert caught.value.code == "HT210"
-    assert "look at node2" in str(caught.value)
+    assert "scontrol show node node2" in str(caught.value)
     assert not hosts.attempts
     assert not directory.path.exists()
 
@@ -564,7 +562,7 @@ def test_ranks_of_a_host_in_slurm(slurm, tmp_path, tasks, nproc, ranks, planned)
 
 
 def test_tasks_that_do_not_fit_the_hosts_of_the_job_are_refused():
-    with pytest.raises(ContradictionError, match="3 hosts") as caught:
+    with pytest.raises(ContradictionError, match="nodes: 3") as caught:
         InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
     assert caught.value.code == "HT101"
     with pytest.raises(ContradictionError, match=r"SLURM_TASKS_PER_NODE='2\*3'") as caught:
@@ -575,7 +573,7 @@ def test_tasks_that_do_not_fit_the_hosts_of_the_job_are_refused():
 
 @pytest.mark.parametrize("nproc", ["3,2", "many", "0", ""])
 def test_nproc_per_node_that_does_not_fit_the_hosts_of_the_job_is_refused(nproc):
-    with pytest.raises(UsageError, match="for 3 nodes") as caught:
+    with pytest.raises(UsageError, match="nodes: 3") as caught:
         InSlurm(JOB, nproc)
     assert caught.value.code == "HT213"
 
@@ -651,11 +649,11 @@ def test_hosts_left_in_all_parts_of_a_job(slurm):
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        (["--min-nproc", "2"], "--min-nproc without --elastic"),
-        (["--elastic"], "--elastic outside of a batch script of Slurm"),
-        (["--elastic", "--as", "slurm"], "--elastic outside of a batch script of Slurm"),
-        (["--retry"], "--retry outside of a batch script"),
-        (["--max-attempts", "2"], "--max-attempts outside of a batch script"),
+        (["--min-nproc", "2"], "--min-nproc 2 without --elastic"),
+        (["--elastic"], "--elastic outside of a Slurm batch script"),
+        (["--elastic", "--as", "slurm"], "--elastic outside of a Slurm batch script"),
+        (["--retry"], "--retry outside of a Slurm batch script"),
+        (["--max-attempts", "2"], "--max-attempts outside of a Slurm batch script"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, found, tmp_path, capsys):

@@ -131,7 +131,7 @@ def test_nproc_per_node_lays_ranks_out_over_hosts(per_node, gpus, expected):
 def test_bad_nproc_per_node_is_refused(nodes, per_node):
     with pytest.raises(UsageError) as caught:
         layout(per_node, [0] * nodes)
-    assert f"--nproc-per-node {per_node} for {nodes} node" in caught.value.found
+    assert f"--nproc-per-node {per_node} (nodes: {nodes})" in caught.value.found
     assert (caught.value.exit_code, caught.value.code) == (2, "HT213")
 
 
@@ -481,7 +481,7 @@ def test_simulated_hosts_have_gpus_of_their_own(tmp_path, capfd):
 def test_closed_output_pipe_does_not_hold_up_the_ranks(tmp_path):
     script = tmp_path / "talks.py"
     script.write_text("for _ in range(20000): print('a line that fills the pipe', flush=False)\n")
-    command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 {script} | head -1"
+    command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 '{script}' | head -1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60
     )

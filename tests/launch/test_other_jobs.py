@@ -93,8 +93,8 @@ def test_pbs_job_of_one_host_needs_no_mpirun(program):
     ("options", "text"),
     [
         ((), "HT211"),
-        (("--max-restarts", "1"), "--max-restarts outside of a batch script of Slurm"),
-        (("--nproc-per-node", "1,1,1"), "--nproc-per-node 1,1,1 for 2 nodes"),
+        (("--max-restarts", "1"), "--max-restarts outside of a Slurm batch script"),
+        (("--nproc-per-node", "1,1,1"), "--nproc-per-node 1,1,1 (nodes: 2)"),
     ],
 )
 def test_pbs_job_is_refused_without_mpirun_or_with_wrong_options(program, options, text):
@@ -153,7 +153,7 @@ def test_run_in_a_job_of_lsf_with_several_hosts_names_the_launchers(program, lis
         [*RUN, program], env=env, timeout=PATIENCE, capture_output=True, text=True, check=False
     )
     assert "HT211" in done.stderr
-    assert f"a job of LSF with {len(listed.split()) // 2} hosts" in done.stderr
+    assert f"an LSF job with {len(listed.split()) // 2} nodes" in done.stderr
     assert "jsrun hpctrain run SCRIPT" in done.stderr
     assert (done.stdout, done.returncode) == ("", 2)
 

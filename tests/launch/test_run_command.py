@@ -151,7 +151,7 @@ def test_run_with_nproc_in_several_tasks_of_a_host_is_refused(script, tmp_path):
     command = [*tasks, *RUN, "--nproc-per-node", "2", script("print('a rank')")]
     done = launches.start(command, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "3 tasks on 2 hosts have each started hpctrain run" in done.stderr
+    assert "3 tasks on 2 nodes each started hpctrain run" in done.stderr
     assert "srun --ntasks-per-node=1 hpctrain run --nproc-per-node N" in done.stderr
 
 
@@ -165,14 +165,17 @@ HAND = ("--nodes", "2", "--node-rank", "0", "--main-address", "h0", "--main-port
         (HAND[4:6], ["--main-address without --nodes"]),
         (HAND[6:], ["--main-port without"]),
         (HAND[2:], ["without --nodes"]),
-        ((*HAND, "--node-rank", "2"), ["--node-rank 2 of --nodes 2", "0 to 1"]),
+        ((*HAND, "--node-rank", "2"), ["--node-rank 2 with --nodes 2", "0 to --nodes minus 1"]),
         ((*HAND, "--node-rank", "-1"), ["--node-rank -1"]),
-        ((*HAND, "--main-address", ""), ["empty --main-address"]),
-        ((*HAND, "--as", "slurm"), ["--as slurm together with --node-rank"]),
-        ((*HAND, "--nproc-per-node", "1,1,1"), ["1,1,1 for 2 nodes", "HT213"]),
-        (("--nodes", "3", "--ntasks-per-node", "2,1"), ["--nproc-per-node 2,1 for 3", "HT213"]),
+        ((*HAND, "--main-address", ""), ["--main-address is empty"]),
+        ((*HAND, "--as", "slurm"), ["--as slurm with --node-rank"]),
+        ((*HAND, "--nproc-per-node", "1,1,1"), ["1,1,1 (nodes: 2)", "HT213"]),
+        (
+            ("--nodes", "3", "--ntasks-per-node", "2,1"),
+            ["--nproc-per-node 2,1 (nodes: 3)", "HT213"],
+        ),
         (("--nproc-per-node", "10000"), ["10000 ranks", "at most", "HT213"]),
-        (("--once",), ["--once outside of a batch script", "hpctrain run without --once"]),
+        (("--once",), ["--once outside of a Slurm batch script", "hpctrain run without --once"]),
         (("--setting", "--lr 1"), ["--setting outside"]),
         (("--container", "a.sif", "--nodes", "2"), ["--container outside"]),
         (("--direct", "--nproc-per-node", "2"), ["--nproc-per-node with --direct"]),
@@ -202,7 +205,7 @@ def test_run_refuses_wrong_numbers(words, capsys):
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("", "empty"), ("no-such.py", "no-such.py is no file"), (".", "no file but a folder")],
+    [("", "empty"), ("no-such.py", "no-such.py does not exist"), (".", "is a folder, not a file")],
 )
 def test_run_refuses_a_script_that_is_not_a_file(name, word, capfd):
     assert main(["run", "--nproc-per-node", "3", name]) == 2
@@ -213,7 +216,7 @@ def test_run_refuses_a_script_that_is_not_a_file(name, word, capfd):
 
 def test_failed_start_of_a_rank_ends_all_ranks(script, background):
     path = script("import time; time.sleep(600)")
-    command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 {path}"
+    command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 '{path}'"
     start = background(["bash", "-c", command], MARK="no-room")
     _, err = start.communicate(timeout=60)
     assert start.returncode == 1

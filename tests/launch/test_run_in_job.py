@@ -156,7 +156,7 @@ def test_run_directory_that_an_array_shares_starts_no_rank(slurm, task, monkeypa
     task(0)
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "x")
     assert run("touch began") == 2
-    assert "HPCTRAIN_RUN_DIR=x: one directory, and 4 tasks" in capfd.readouterr().err
+    assert "HPCTRAIN_RUN_DIR=x: one directory for the 4 tasks" in capfd.readouterr().err
     assert not Path("began").exists()
     task(0, count=1)
     assert run("touch began") == 0
@@ -264,10 +264,10 @@ def test_setting_of_an_array_task_follows_the_command(task, index, words):
 
 def test_setting_without_its_index_is_refused(slurm, task, capfd):
     assert run("touch began", *SETTINGS) == 2
-    assert "3 settings, and no job array" in capfd.readouterr().err
+    assert "--setting options: 3; SLURM_ARRAY_TASK_ID: not set" in capfd.readouterr().err
     task(3)
     assert run("touch began", *SETTINGS) == 2
-    assert "3 settings, and the index 3" in capfd.readouterr().err
+    assert "--setting options: 3; SLURM_ARRAY_TASK_ID: 3" in capfd.readouterr().err
     assert not Path("began").exists()
 
 

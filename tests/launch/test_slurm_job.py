@@ -128,7 +128,7 @@ def test_run_directory_is_the_same_for_all_starts_of_a_job(tmp_path, given, env,
 
 def test_run_directory_of_all_tasks_of_an_array_is_refused():
     own = {**OWN, **OF_THE_ARRAY, "HPCTRAIN_RUN_DIR": "x", "SLURM_ARRAY_TASK_COUNT": "2"}
-    with pytest.raises(UsageError, match="HPCTRAIN_RUN_DIR=x: one directory, and 2 tasks"):
+    with pytest.raises(UsageError, match="HPCTRAIN_RUN_DIR=x: one directory for the 2 tasks"):
         SlurmJob(own, detect(own)).run_directory(None)
 
 

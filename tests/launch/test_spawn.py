@@ -135,7 +135,7 @@ def test_spawn_exit_status_file_of_rank_0_gives_the_exit_code():
             "HT216",
             "len and its arguments cannot be sent to the ranks",
         ),
-        ((threading.Lock, 2), {}, "HT217", "what the function returned on rank"),
+        ((threading.Lock, 2), {}, "HT217", "the result of the function on rank"),
     ],
 )
 def test_spawn_refuses_wrong_arguments(arguments, keywords, code, word):

@@ -66,7 +66,7 @@ def test_staged_code_leaves_out_runs_git_and_venv(host, source):
 def test_staged_environment_is_first_on_the_path(host, tmp_path):
     for name, text in (
         ("answer", "#!/bin/sh\necho own\n"),
-        ("python", '#!/bin/sh\necho "$@" >$(dirname $0)/unpacked\n'),
+        ("python", '#!/bin/sh\necho "$@" >"$(dirname "$0")"/unpacked\n'),
         ("conda-unpack", ""),
     ):
         touch(tmp_path / "env" / "bin" / name).write_text(text)

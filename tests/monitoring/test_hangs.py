@@ -127,7 +127,7 @@ def test_hanging_rank_is_named_and_its_stack_shown(run, how, victim, layout, wor
     """Let one rank hang; name it, show its stack, and end all ranks."""
     reason, logs = run_until_hang(run, how, victim, layout)
     host = f"node{len(layout)}"
-    assert reason.startswith(f"rank {victim} on {host} is silent for ")
+    assert reason.startswith(f"rank {victim} on {host}: silent for ")
     assert f" at step {HANG_AT}, {words}" in reason
     assert f"{stack}\n" in logs[host]
     for text in logs.values():
@@ -158,7 +158,7 @@ def run_until_hang(run, how, victim, layout):
 def test_hanging_backward_pass_is_shown(run):
     """Let the backward pass of one rank hang; end all ranks."""
     reason, logs = run_until_hang(run, "backward", 1, (3,))
-    assert reason.startswith("rank 1 on node1 is silent for ")
+    assert reason.startswith("rank 1 on node1: silent for ")
     assert "in the backward pass" in reason
     assert logs["node1"].count("in wait_for_a_file\n") == 1
 

@@ -18,7 +18,7 @@ from test_hangs import IN_SCRIPT, IN_STOP, run_until_hang, stop_process
 def test_rank_that_hangs_over_nccl_is_named(nccl, how, victim, words, stack):
     """Let one rank hang; name it, show its stack and the collectives, and end all ranks."""
     reason, logs = run_until_hang(nccl, how, victim, (3,))
-    assert reason.startswith(f"rank {victim} on node1 is silent for ")
+    assert reason.startswith(f"rank {victim} on node1: silent for ")
     assert words in reason
     assert f"{stack}\n" in logs["node1"]
     dumps = re.search(r"collectives of NCCL, for torchfrtrace: (.+)", logs["node1"])

@@ -246,8 +246,8 @@ def test_nonfinite_run_ends_with_its_last_good_checkpoint(run, name):
     assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
     assert [result.reported_by_rank_0 for result in results] == [False, True, True]
     assert results[0].fixes[0].startswith("--resume")
-    assert "goes on from" in results[0].fixes[0]
-    message = "are not finite any more at step 4" if name == "fp32" else "steps in a row overflowed"
+    assert "continues from" in results[0].fixes[0]
+    message = "are no longer finite at step 4" if name == "fp32" else "steps in a row overflowed"
     assert message in results[0].found
     directory = RunDirectory("run")
     for step in directory.steps():

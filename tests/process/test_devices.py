@@ -102,7 +102,7 @@ def error_on_rocm(**variables):
 def test_rocm_variables_that_hide_every_gpu_are_refused_on_all_ranks():
     env = {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
     results = ranks.run(3, error_on_rocm, env=env)
-    check_refused(results, "leaves 2 GPUs", "env -u HIP_VISIBLE_DEVICES", "HT114")
+    check_refused(results, "has only 2", "env -u HIP_VISIBLE_DEVICES", "HT114")
     env = {"HIP_VISIBLE_DEVICES": "0", CUDA: "1"}
     check_refused(
         ranks.run(3, error_on_rocm, env=env), "HIP_VISIBLE_DEVICES=0", f"env -u {CUDA} ", "HT114"
@@ -118,13 +118,19 @@ def test_rocm_variables_are_ignored_by_other_builds_of_torch():
 def test_gpus_of_the_job_without_a_driver_are_refused_on_all_ranks():
     results = ranks.run(3, open_session, env=JOB)
     check_refused(
-        results, "job 815 has 4 GPUs on this host", "driver", "nvidia-smi", "--nv", CUDA, "HT116"
+        results,
+        "GPUs of job 815 on this node (GPUs: 4)",
+        "driver",
+        "nvidia-smi",
+        "--nv",
+        CUDA,
+        "HT116",
     )
 
 
 @pytest.mark.usefixtures("without_driver")
 def test_gpus_of_only_one_rank_are_refused_on_all_ranks():
-    check_refused(ranks.run(3, open_with_job_on, 2), "rank 2 on node1", "job 815 has 4 GPUs")
+    check_refused(ranks.run(3, open_with_job_on, 2), "rank 2 on node1", "GPUs of job 815")
 
 
 def open_with_job_on(rank):
@@ -165,13 +171,18 @@ def open_with_torch(build):
 
 def test_cpu_build_of_torch_is_refused_where_the_job_has_gpus():
     results = ranks.run(3, open_with_torch, "cpu", env=JOB)
-    check_refused(results, "job 815 has 4 GPUs on this host", "it is a CPU build", "pip install")
+    check_refused(
+        results, "GPUs of job 815 on this node (GPUs: 4)", "it is a CPU build", "pip install"
+    )
 
 
 def test_old_driver_is_refused_where_the_job_has_gpus():
     results = ranks.run(3, open_with_torch, "old driver", env={**JOB, "SLURM_GPUS_ON_NODE": "1"})
     check_refused(
-        results, "job 815 has 1 GPU on this host", "too old (found version 11)", "newer driver"
+        results,
+        "GPUs of job 815 on this node (GPUs: 1)",
+        "too old (found version 11)",
+        "newer driver",
     )
 
 

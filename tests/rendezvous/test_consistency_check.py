@@ -47,7 +47,7 @@ def test_equal_ranks_pass_the_consistency_check(equal_entries, caplog):
     ("code", "path", "value", "message"),
     [
         ("HT113", "gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1 and 2 on node1 and node2"),
-        ("HT116", "gpu", None, "torch sees no GPU at rank 2 on node2; the other 3 ranks have one"),
+        ("HT116", "gpu", None, "torch sees a GPU at 3 of 4 ranks, but none at rank 2 on node2"),
         (
             "HT208",
             "versions/torch",
@@ -104,7 +104,7 @@ def test_horovod_version_is_compared_over_horovod_alone(monkeypatch):
     ("path", "value", "message"),
     [
         ("versions/python", "3.12.1", "3.12.1 at rank 2 on node2"),
-        ("gpu_name", "A100", "GPUs of different kinds: H200 at ranks 0, 1 and 3"),
+        ("gpu_name", "A100", "GPU models differ: H200 at ranks 0, 1 and 3"),
         (
             "code",
             {"a.py": "2"},
@@ -118,10 +118,10 @@ def test_difference_that_may_be_intended_is_a_warning(equal_entries, path, value
     for entry in equal_entries:
         entry |= {"command": ["train.py"], "code": {"a.py": "1"}}
     change(equal_entries[2], path, value)
-    (found,) = consistency.differences(equal_entries, HOSTS)
-    assert not found.wrong
-    assert message in found.found
-    assert found.fixes
+    (difference,) = consistency.differences(equal_entries, HOSTS)
+    assert not difference.wrong
+    assert message in difference.error.found
+    assert difference.error.fixes
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_shared_gpu_is_accepted_only_where_all_ranks_allow_it(equal_entries, say
         equal_entries[rank]["network"] = {"NCCL_MULTI_RANK_GPU_ENABLE": value}
     change(equal_entries[2], "gpu", "GPU-1")
     found = {one.subject: one for one in consistency.differences(equal_entries, HOSTS)}
-    assert found["GPU"].found == "one GPU (GPU-1) is shared by ranks 1 and 2 on node1 and node2"
+    assert (
+        found["GPU"].error.found == "one GPU (GPU-1) is shared by ranks 1 and 2 on node1 and node2"
+    )
     assert found["GPU"].wrong == wrong
 
 
@@ -156,9 +158,9 @@ def test_message_of_many_ranks_is_short(equal_entries):
     entries = [{**copy.deepcopy(equal_entries[0]), "gpu": None} for _ in range(1000)]
     for entry in entries[::2]:
         entry["versions"]["torch"] = "2.6.0"
-    (found,) = consistency.differences(entries, [f"node{rank // 4}" for rank in range(1000)])
-    assert "(500 ranks)" in found.found
-    assert len(found.found) < 400
+    (difference,) = consistency.differences(entries, [f"node{rank // 4}" for rank in range(1000)])
+    assert "(500 ranks)" in difference.error.found
+    assert len(difference.error.found) < 400
 
 
 @pytest.mark.parametrize(
@@ -182,10 +184,11 @@ def test_differing_option_is_named_without_its_value(equal_entries):
     ]
     for entry, command in zip(equal_entries[1:], others, strict=True):
         entry["command"] = command
-    (found,) = consistency.differences(equal_entries, HOSTS)
-    assert "--wandb-key" in found.found
-    assert "s3cret" not in found.found
-    assert "ranks 0, 1 and 3 on node1 and node2, and rank 2 on node2, were" in found.found
+    (difference,) = consistency.differences(equal_entries, HOSTS)
+    found = difference.error.found
+    assert "--wandb-key" in found
+    assert "s3cret" not in found
+    assert "ranks 0, 1 and 3 on node1 and node2, and rank 2 on node2, were" in found
 
 
 @given(

@@ -21,7 +21,8 @@ shared_errors.meet = announced
 shared_errors._SECONDS = float(os.environ["SECONDS"])
 shared_errors.report_uncaught()
 kind, text = sys.argv[1:]
-raise {"usage": UsageError, "checkpoint": CheckpointError}[kind]("HT001", text, "another", "such")
+kinds = {"usage": UsageError, "checkpoint": CheckpointError}
+raise kinds[kind].of_text("HT001", text, "another", "such")
 """
 MESSAGE = "hpctrain: error: {}\n  expected: another\n  fix:      such\n"
 MESSAGE += "  more:     hpctrain explain HT001\n"

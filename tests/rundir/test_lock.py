@@ -305,7 +305,7 @@ def test_requeued_job_takes_over_its_own_lock(directory, env, info):
 def test_start_from_before_a_requeue_is_refused(directory, env):
     write_lock(directory, age=1000, job="70", restart=2, host="elsewhere")
     message = refusal(directory, job(restart=1), env)
-    assert "this is its start 1" in message
+    assert "this is its restart 1" in message
     assert "job 70 (restart 2)" in message
 
 
@@ -487,7 +487,7 @@ def test_foreign_lock_file_is_refused_while_new_and_replaced_when_old(directory,
     make_foreign(kind, lock_path(directory))
     with pytest.raises(UsageError, match=r"rm -r .*\.lock") as caught:
         Lock.take(directory, job(), env)
-    assert caught.value.fixes[1:] == ("--run-dir DIR",)
+    assert caught.value.fixes[1:] == ("--run-dir DIR for another directory",)
     assert caught.value.code == "HT703"
     set_age(lock_path(directory), 301)
     lock = Lock.take(directory, job(), env)

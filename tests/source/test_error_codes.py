@@ -19,8 +19,6 @@ TOP = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("messages.txt")
 KEY = re.compile(r"HT\d{3}\.[a-z0-9-]+")
 KINDS = {name for name in errors.__all__ if name.endswith("Error")}
-# Functions that pass a key, and values, on to an error.
-PASSED_ON = {"compare": {"values", "name"}, "pack": {"function", "reason"}, "pickled": {"reason"}}
 MOST_LINES = 3
 TEMPLATES = {
     f"{code}.{key}": template
@@ -95,26 +93,34 @@ def test_errors_are_raised_with_a_key_and_not_with_a_text():
     assert not texts, "\n".join(texts)
 
 
+class Named:
+    """A value that prints the name of its placeholder."""
+
+    def __init__(self, name):
+        self.name_ = name
+
+    def __format__(self, spec):
+        return f"<{self.name_}>"
+
+    __str__ = __repr__ = lambda self: f"<{self.name_}>"
+
+    def __getattr__(self, name):
+        return Named(f"{self.name_}.{name}")
+
+    def __getitem__(self, name):
+        return Named(f"{self.name_}.{name}")
+
+
+def named(key):
+    return {name: Named(name) for name in placeholders(key)}
+
+
 def printed():
     """Return every message as it is printed, with the names of its placeholders as values."""
-
-    class Value(str):
-        def __format__(self, spec):
-            return f"<{self}>"
-
-        def __repr__(self):
-            return f"<{self}>"
-
-        def __getattr__(self, name):
-            return Value(f"{self}.{name}")
-
-        def __getitem__(self, name):
-            return Value(f"{self}.{name}")
-
     blocks = []
     for key in TEMPLATES:
-        error = HpctrainError(key, **{name: Value(name) for name in placeholders(key)})
-        blocks.append(f"{key}\n{textwrap.indent(str(error), '    ')}\n")
+        error = textwrap.indent(str(HpctrainError(key, **named(key))), "    ")
+        blocks.append(f"{key}\n{error}\n")
     return "\n".join(blocks)
 
 
@@ -145,7 +151,7 @@ def test_exception_of_a_script_keeps_its_text_and_arguments():
 
 @pytest.mark.parametrize("key", list(TEMPLATES)[:3])
 def test_error_survives_pickling(key):
-    error = UsageError(key, **{name: name for name in placeholders(key)}).of_all(2)
+    error = UsageError(key, **named(key)).of_all(2)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.args) == (UsageError, str(error), error.args)
     assert copy.reported_by_rank_0

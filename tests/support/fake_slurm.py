@@ -71,7 +71,7 @@ class FakeSlurm:
         """Write a command that prints and records its arguments; sh runs `more` before."""
         self._put(
             name,
-            f'#!/bin/sh\necho "{name} $*" >> {self.calls}\n{more}\n'
+            f'#!/bin/sh\necho "{name} $*" >> "{self.calls}"\n{more}\n'
             f"cat <<'EOF'\n{output}\nEOF\ncat >&2 <<'EOF'\n{error}\nEOF\nexit {code}\n",
         )
 

@@ -11,8 +11,8 @@ from functools import partial
 from hpctrain.jobs.script import render
 
 RECORD = """#!/bin/sh
-printf '%s\\0' "${{0##*/}}" "$@" >{folder}/$$.argv
-cat /proc/$$/environ >{folder}/$$.environ
+printf '%s\\0' "${{0##*/}}" "$@" >'{folder}'/$$.argv
+cat /proc/$$/environ >'{folder}'/$$.environ
 """
 RECORDERS = ("hpctrain", "python", "python3")
 

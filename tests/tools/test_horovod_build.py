@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def test_mpi_compiler_is_patched_into_cmake(extracted):
 @pytest.mark.parametrize("name", [*HOROVOD][:3])
 def test_patches_refuse_another_source_than_the_release(extracted, name):
     (extracted / name).write_text("set(CMAKE_CXX_STANDARD 98)\n")
-    with pytest.raises(HpctrainError, match="has no") as caught:
+    with pytest.raises(HpctrainError, match="does not contain") as caught:
         wheel.patch(extracted, CPU, 20, {})
     assert name in caught.value.found
     assert caught.value.code == "HT914"
@@ -306,7 +307,7 @@ def test_missing_compiler_or_make_is_named_with_the_package(programs, scripts, w
 def test_cxx_variable_chooses_the_compiler(programs):
     programs("g++")
     programs("make")
-    with pytest.raises(HpctrainError, match="no C\\+\\+ compiler: my-g"):
+    with pytest.raises(HpctrainError, match=re.escape("no C++ compiler (my-g")):
         check_compiler(20, {"PATH": os.environ["PATH"], "CXX": "my-g++ -O1"})
 
 
@@ -343,7 +344,7 @@ def test_wheel_cache_has_no_partial_wheel_after_disk_full(compiled, monkeypatch)
     monkeypatch.setattr(shutil, "copyfile", write_half)
     with pytest.raises(HpctrainError, match="No space left") as caught:
         wheel.get(CPU, compiled[1], quiet)
-    built = caught.value.fixes[1].removeprefix("take the wheel from ")
+    built = caught.value.fixes[1].split()[2]
     assert Path(built).read_bytes() == b"whole"
     assert [path.name for path in wheel.place(CPU, compiled[1]).iterdir()] == []
 

@@ -315,7 +315,7 @@ def call_on_main():
         found.append(opened.on_main(lambda: {"rank": opened.world.rank, "of": ids}))
         for function in [
             lambda: {}["no key"],
-            lambda: fail(GivenUpError("HT619", "three starts", "progress", "look")),
+            lambda: fail(GivenUpError.of_text("HT619", "three starts", "progress", "look")),
             lambda: fail(ArgumentsError("own", "class")),
             lambda: sys.exit(5),
             lambda: fail,

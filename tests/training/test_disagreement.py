@@ -76,7 +76,7 @@ def test_ranks_that_log_other_names_are_named(run, body):
     message = message_of_rank_0(run(3, partial(loop, log_every=2), body))
     other = "Lo\tss (2 times) up to step 2" if body is log_other_names else "nothing"
     # During training, and not only at the checkpoint, which compares too.
-    assert message.startswith("the ranks do not do the same: rank 0: step ")
+    assert message.startswith("the ranks make different calls: rank 0: step ")
     assert "logged loss (2 times) up to step 2" in message
     assert (
         f"; ranks 1 and 2: {message.partition('rank 0: ')[2].partition(', logged')[0]}" in message
@@ -114,7 +114,7 @@ def change_weights(opened, run, number, model, loss):
 def test_ranks_with_other_weights_are_named_and_nothing_is_saved(run):
     """Ranks that were never equal have a mistake in their script."""
     message = message_of_rank_0(run(3, loop, change_weights))
-    assert "after step 1 rank 2 and rank 0 do not have the same weights" in message
+    assert "after step 1 the weights of rank 2 and of rank 0 differ" in message
     assert "first in 4.bias" in message
     assert rundir.RunDirectory("run").steps() == []
 

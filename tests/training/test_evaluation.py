@@ -170,17 +170,17 @@ def test_shape_and_type_mismatches_are_refused(outputs, targets, message):
 def test_targets_out_of_range_are_refused():
     counts = classification(10)
     counts.update(torch.zeros(4, 10), torch.tensor([10, 3, 500, -1]))
-    with pytest.raises(UsageError, match="2 targets are 10 or more"):
+    with pytest.raises(UsageError, match="targets of 10 or more: 2"):
         counts.compute()
 
 
 def test_empty_evaluation_is_refused():
     counts = classification(10)
-    with pytest.raises(UsageError, match="no sample to score, 0 ignored"):
+    with pytest.raises(UsageError, match="no sample to score; ignored samples: 0"):
         counts.compute()
     counts.update(torch.zeros(0, 10), torch.zeros(0).long())
     counts.update(torch.zeros(2, 10), torch.tensor([IGNORED, IGNORED]))
-    with pytest.raises(UsageError, match="no sample to score, 2 ignored"):
+    with pytest.raises(UsageError, match="no sample to score; ignored samples: 2"):
         counts.compute()
     with pytest.raises(UsageError, match=r"classification\(1\)"):
         classification(1)

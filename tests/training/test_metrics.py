@@ -114,7 +114,7 @@ def test_metrics_sums_are_read_one_row_later():
 
 def test_metrics_error_on_rank_0_is_raised(single):
     def fail():
-        raise GivenUpError("HT619", "three starts", "progress", "look")
+        raise GivenUpError.of_text("HT619", "three starts", "progress", "look")
 
     assert on_rank_zero(single, os.getpid) == os.getpid()
     with pytest.raises(GivenUpError, match="three starts"):

@@ -190,7 +190,9 @@ def test_plain_backward_is_refused_where_it_would_be_wrong(
     tmp_path, monkeypatch, options, accumulate
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"session.backward\(loss\) in place of loss.backward"):
+    with pytest.raises(
+        UsageError, match=r"replace loss.backward\(\) with session.backward\(loss\)"
+    ):
         train(unclipped, accumulate=accumulate, **options)
 
 

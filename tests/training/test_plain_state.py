@@ -132,7 +132,7 @@ def test_tensors_and_nested_dicts_are_filled_in_place_and_new_names_keep_their_v
 )
 def test_value_of_another_kind_than_in_the_checkpoint_is_refused(saved, now):
     resume({"mine": saved})
-    with pytest.raises(UsageError, match="the checkpoint's mine does not fit") as caught:
+    with pytest.raises(UsageError, match="mine of the checkpoint does not match") as caught:
         resume({"mine": now}, max_steps=5)
     assert caught.value.code == "HT621"
 

@@ -127,7 +127,7 @@ def test_flipped_bit_is_found_at_the_next_check_and_its_rank_named(
     message = check_culprit(results, [WRONG])
     # Not with the checkpoint of step 10, where the ranks would wait.
     assert message.startswith(
-        f"after step 8 rank 1 on node2 has other weights than the other ranks: first in {name}\n"
+        f"after step 8 the weights of rank 1 on node2 differ from most ranks: first in {name}\n"
     )
     assert "as after step 6" in message
     assert RunDirectory("run").steps() == [5]
@@ -136,8 +136,8 @@ def test_flipped_bit_is_found_at_the_next_check_and_its_rank_named(
 def test_flipped_bit_on_one_of_two_ranks_is_found_and_no_rank_blamed(evidence):
     message = check_culprit(ranks.run(2, train, weight, env=evidence), [])
     assert message.startswith(
-        "after step 8 ranks 0 and 1 on node1 do not have the same weights any more: first in "
-        "4.bias; it is not known which of them is wrong\n"
+        "after step 8 the weights of ranks 0 and 1 on node1 differ: first in 4.bias; "
+        "it is not known which rank is wrong\n"
     )
     assert RunDirectory("run").steps() == [5]
 
@@ -146,13 +146,13 @@ def test_flipped_bit_on_one_of_two_ranks_is_found_and_no_rank_blamed(evidence):
 def test_flipped_bit_on_rank_0_is_its_own_fault(evidence):
     results = ranks.run(3, partial(train, flips=(0,)), weight, env=evidence)
     message = check_culprit(results, [0])
-    assert message.startswith("after step 8 rank 0 on node1 has other weights")
+    assert message.startswith("after step 8 the weights of rank 0 on node1 differ")
 
 
 def test_flipped_bit_without_the_periodic_check_is_found_before_a_save(evidence):
     results = ranks.run(3, partial(train, check_replicas_every=0, bit=LARGE), weight, env=evidence)
     message = check_culprit(results, [WRONG])
-    assert message.startswith("after step 10 rank 1 on node1 has other weights")
+    assert message.startswith("after step 10 the weights of rank 1 on node1 differ")
     assert RunDirectory("run").steps() == [5]
 
 
@@ -163,7 +163,7 @@ def resume():
 
 def test_flipped_bit_in_the_first_step_of_a_resume_is_no_wrong_use(evidence):
     results = ranks.run(3, resume, env=evidence)
-    assert check_culprit(results, [WRONG]).startswith("after step 8 rank 1 on node1 has other")
+    assert check_culprit(results, [WRONG]).startswith("after step 8 the weights of rank 1")
 
 
 @pytest.mark.parametrize(

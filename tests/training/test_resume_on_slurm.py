@@ -358,7 +358,7 @@ def test_flipped_bit_names_its_host_and_costs_no_requeue(cluster, check_finished
     conclusion = "rank 2 on node3 failed first, "
     assert job.log.count(conclusion) == 1
     error = job.log.partition(conclusion)[2].partition("\n")[0]
-    assert "after step 12 rank 2 on node3 has other weights than the other ranks: first in" in error
+    assert "after step 12 the weights of rank 2 on node3 differ from most ranks: first in" in error
     assert "attempt 2: 3 of 3 hosts; from step 10 on" in job.log
     check_finished(job)
     assert len(job.begins()) == 2

@@ -72,7 +72,7 @@ def make_two(optimizer):
 
 
 def test_two_schedulers_of_one_class_for_one_optimizer_must_be_named():
-    with pytest.raises(UsageError, match="two schedulers of the kind StepLR"):
+    with pytest.raises(UsageError, match="two schedulers of the class StepLR"):
         train(make_two, "run", max_steps=2)
 
 

@@ -292,8 +292,8 @@ def misuse_optimizer(how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("unknown parameter", "1 parameters of the SGD are in no prepared model"),
-        ("closure", "a LBFGS, which calls a closure"),
+        ("unknown parameter", "parameters of the SGD that are in no prepared model: 1"),
+        ("closure", "LBFGS, which computes the loss several times with a closure"),
         ("unprepared", "an optimizer that was not prepared"),
         ("nothing", "no optimizer was prepared"),
     ],

@@ -97,10 +97,10 @@ def sum_a_list(opened, run, model, optimizer, loss):
         (clip_value, {}, "Session(clip_value=X)"),
         (step_with_losses_of_samples, {}, "a loss of shape (3,)"),
         (step_with_detached_loss, {}, "a loss without a gradient"),
-        (step_with_a_number, {}, "session.backward() with a float"),
+        (step_with_a_number, {}, "session.backward() got a float"),
         (log_a_list, {}, "losses is a list"),
-        (log_a_tensor, {}, "losses is a Tensor of shape (3,)"),
-        (sum_a_list, {}, "session.sum() of a list"),
+        (log_a_tensor, {}, "losses is a tensor of shape (3,)"),
+        (sum_a_list, {}, "session.sum() got a list"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

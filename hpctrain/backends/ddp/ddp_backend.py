@@ -198,11 +198,11 @@ class DDP(ProcessGroup):
         for model in self._wrapped:
             names = [name for name, p in model.named_parameters() if p.requires_grad]
             if numbers and max(numbers) < len(names):
-                shown = _shortened([names[number] for number in numbers])
+                parameters = _shortened([names[number] for number in numbers])
                 break
         else:
-            shown = "parameters that the model no longer has"
-        return UsageError("HT310.gradient-computed-loss", shown=shown)
+            parameters = "parameters that the model no longer has"
+        return UsageError("HT310.no-gradient", parameters=parameters)
 
 
 # Buffers are synchronized before an evaluation, not in every step: so the only collective of a

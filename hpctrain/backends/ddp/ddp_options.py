@@ -33,16 +33,16 @@ def refuse_options(settings: BackendSettings, transport: str) -> None:
     own = settings.own
     name = own["compression"]
     if own["static_graph"] and settings.accumulate > 1:
-        raise UsageError("HT311.ddp-static-graph", settings=settings)
+        raise UsageError("HT311.static-graph-with-accumulation", settings=settings)
     if name != "powersgd":
-        for option, default in _POWERSGD_DEFAULTS.items():
-            if own[option] != default:
-                setting = option.replace("_", "-")
+        for key, default in _POWERSGD_DEFAULTS.items():
+            if own[key] != default:
+                option = key.replace("_", "-")
                 raise UsageError(
-                    "HT311.ddp-compression", setting=setting, own=own[option], name=name
+                    "HT311.powersgd-option", option=option, value=own[key], compression=name
                 )
     if name == "bf16" and not dist.is_nccl_available():
-        raise UsageError("HT316.ddp-compression-installed")
+        raise UsageError("HT316.torch-without-nccl")
     if name == "powersgd":
         _refuse_powersgd(settings, transport)
 
@@ -50,11 +50,11 @@ def refuse_options(settings: BackendSettings, transport: str) -> None:
 def _refuse_powersgd(settings: BackendSettings, transport: str) -> None:
     own = settings.own
     if own["powersgd_start"] < _FIRST_START:
-        raise UsageError("HT311.ddp-powersgd-start", own=own)
+        raise UsageError("HT311.powersgd-start-too-small", own=own)
     if settings.loss_scaled:
-        raise UsageError("HT313.ddp-compression-powersgd")
+        raise UsageError("HT313.powersgd")
     if transport == "gloo" and own["bucket_mb"] != _BUCKET_MB:
-        raise UsageError("HT311.ddp-bucket-compression", own=own)
+        raise UsageError("HT311.powersgd-buckets-over-gloo", own=own)
 
 
 def check_model(model: nn.Module, name: str, transport: str) -> None:
@@ -72,13 +72,15 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
         return
     for where, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UsageError("HT312.ddp-compression-sparse", name=name, where=where or "the model")
+            raise UsageError(
+                "HT312.compressed-sparse-gradients", compression=name, module=where or "the model"
+            )
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     half = _HALF.get(name)
     if half and not (torch.float32 in kinds and kinds <= {torch.float32, half}):
-        raise UsageError("HT312.ddp-compression-gradients", name=name, names=_names(kinds))
+        raise UsageError("HT312.compression-of-types", compression=name, dtypes=_names(kinds))
     if name == "powersgd" and transport == "gloo" and len(kinds) > 1:
-        raise UsageError("HT312.ddp-compression-powersgd", names=_names(kinds))
+        raise UsageError("HT312.powersgd-of-several-types", dtypes=_names(kinds))
 
 
 def _names(kinds: set[torch.dtype]) -> str:

@@ -39,16 +39,14 @@ class ProcessGroup(Backend):
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None:
         if dist.is_initialized():
-            raise UsageError("HT308.torch-distributed-initialized")
+            raise UsageError("HT308.torch-initialized")
         self.device, self._rendezvous = device, rendezvous
         self.transport = transport_of(device)
         self._environment = Environment(os.environ)
         self._aside: Any = None  # process group of sums in the background, if it is its own
         world, own = rendezvous.world, rendezvous.roster.addresses[rendezvous.world.rank]
-        start_timeout = settings.start_timeout
-        limits = [
-            datetime.timedelta(seconds=seconds) for seconds in (start_timeout, settings.timeout)
-        ]
+        limit_s = settings.start_timeout
+        limits = [datetime.timedelta(seconds=seconds) for seconds in (limit_s, settings.timeout)]
         libraries, self._recorder = self._libraries(), None
         if "gloo" in libraries:
             # gloo reads the interface from the environment only. Its default is the address of the
@@ -58,7 +56,7 @@ class ProcessGroup(Backend):
             self._recorder = FlightRecorder(self._environment, world.rank)
         try:
             store = open_store(rendezvous, limits[0])
-            assemble(PrefixStore(f"{rendezvous.nonce}/here", store), rendezvous, start_timeout)
+            assemble(PrefixStore(f"{rendezvous.nonce}/here", store), rendezvous, limit_s)
             connected = PrefixStore(f"{rendezvous.nonce}/connected", store)
             try:
                 dist.init_process_group(
@@ -72,7 +70,7 @@ class ProcessGroup(Backend):
             except BaseException:
                 absent(connected, world.rank)
                 raise
-            assemble(connected, rendezvous, start_timeout)
+            assemble(connected, rendezvous, limit_s)
             # When a rank is lost, a sum of gloo that fails may keep back the later messages of its
             # process group. So gradients do not share one with sums that nobody waits for yet.
             if self.transport == "gloo":
@@ -88,14 +86,10 @@ class ProcessGroup(Backend):
             raise
         except (RuntimeError, ValueError) as error:
             self._put_back()
+            route, reason = f"{self.transport} from {own}", _named(error, rendezvous)
+            nodes = ", ".join(world.hosts or ())
             raise RankMissingError(
-                "HT306.torch-distributed-did",
-                world=world,
-                transport=self.transport,
-                own=own,
-                start_timeout=start_timeout,
-                named=_named(error, rendezvous),
-                hosts=", ".join(world.hosts or ()),
+                "HT306.torch", world=world, route=route, limit_s=limit_s, reason=reason, nodes=nodes
             ) from None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
@@ -190,9 +184,8 @@ class ProcessGroup(Backend):
         """Return an error for a lost or unresponsive rank; else None."""
         if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
             return None
-        return RankLostError(
-            "HT309.rank-lost-another", rank=self.rank, named=_named(error, self._rendezvous)
-        )
+        reason = _named(error, self._rendezvous)
+        return RankLostError("HT309.connection-lost", rank=self.rank, reason=reason)
 
     def dump_to(self, folder: Path) -> tuple[str, str] | None:
         """Return how to ask torch's Flight Recorder for the collectives of NCCL."""

@@ -44,11 +44,9 @@ class AgentStore:
                 wait_for_workers=False,
             )
         except (RuntimeError, ValueError) as error:
+            reason = first_line(error)
             raise RankMissingError(
-                "HT304.does-answer-within",
-                where=self.where,
-                timeout=timeout,
-                first_line=first_line(error),
+                "HT304.store-of-torchrun", store=self.where, limit_s=timeout, reason=reason
             ) from None
 
     def write(self, name: str, value: bytes) -> None:
@@ -93,14 +91,9 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
             master_listen_fd=listener.detach() if listener is not None else None,
         )
     except (RuntimeError, ValueError):  # torch's message has an address that does not help
+        node, limit_s = roster.host(world.rank), timeout.total_seconds()
         raise RankMissingError(
-            "HT304.rank-cannot-open",
-            world=world,
-            host=roster.host(world.rank),
-            addresses=roster.addresses[0],
-            roster=roster,
-            host_2=roster.host(0),
-            total_seconds=timeout.total_seconds(),
+            "HT304.store-of-rank-0", rendezvous=rendezvous, node=node, limit_s=limit_s
         ) from None
 
 

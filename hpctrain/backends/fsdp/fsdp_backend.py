@@ -58,12 +58,8 @@ class FSDP(ProcessGroup):
         if settings.own["hybrid"]:
             counts = Counter(rendezvous.roster.host_names)
             if len(set(counts.values())) > 1:
-                raise UsageError(
-                    "HT319.fsdp-hybrid",
-                    counts=", ".join(
-                        (f"{n} rank{'s' * (n > 1)} on {host}" for host, n in counts.items())
-                    ),
-                )
+                listed = ", ".join(f"{n} on {host}" for host, n in counts.items())
+                raise UsageError("HT319.hybrid-on-unequal-nodes", counts=listed)
             shape = (len(counts), world.world_size // len(counts))
             dimensions = ("replicate", "shard")
         # After the check: an error must leave no process group open.
@@ -78,14 +74,10 @@ class FSDP(ProcessGroup):
             UsageError: the backend does not support the precision or an option.
         """
         if settings.precision not in _PRECISIONS:
-            raise UsageError(
-                "HT319.backend-fsdp-precision",
-                settings=settings,
-                PRECISIONS=", ".join(_PRECISIONS[:-1]),
-                PRECISIONS_2=_PRECISIONS[-1],
-            )
+            precisions = ", ".join(_PRECISIONS)
+            raise UsageError("HT319.precision", settings=settings, precisions=precisions)
         if settings.own["offload"] and device.type == "cpu":
-            raise UsageError("HT319.fsdp-offload-cpu")
+            raise UsageError("HT319.offload-on-cpu")
 
     def _libraries(self) -> str:
         """Return NCCL alone, or gloo as well for weights that wait in the memory of the host."""
@@ -148,10 +140,10 @@ class FSDP(ProcessGroup):
             UsageError: the optimizer has a state of whole parameters, or needs whole weights.
         """
         if getattr(optimizer, "needs_whole_weights", False):
-            raise UsageError("HT319.under-backend-fsdp", kind=type(optimizer).__name__)
+            raise UsageError("HT319.optimizer-of-full-weights", optimizer=type(optimizer).__name__)
         groups = optimizer.param_groups
         if optimizer.state and any(hasattr(p, "divided") for one in groups for p in one["params"]):
-            raise UsageError("HT319.state-already-under", kind=type(optimizer).__name__)
+            raise UsageError("HT319.optimizer-with-state", optimizer=type(optimizer).__name__)
         for group in groups:
             group["params"] = [getattr(p, "divided", p) for p in group["params"]]
 

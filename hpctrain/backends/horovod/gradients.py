@@ -42,7 +42,7 @@ class HorovodGradients:
         trained = [(f"{name}.{n}", p) for n, p in parameters]
         for full, parameter in trained:
             if parameter.dtype not in _AVERAGED:
-                raise UsageError("HT312.parameter-horovod-cannot", full=full, parameter=parameter)
+                raise UsageError("HT312.type-of-parameter", name=full, parameter=parameter)
         self._parameters = [parameter for _, parameter in trained]
         self._own = set(map(id, self._parameters))
         self._synchronizer = hvd.DistributedOptimizer(
@@ -102,7 +102,7 @@ class _Contiguous:
     def compress(self, tensor: Tensor) -> Any:
         """Return the compressed tensor, and the context to decompress it."""
         if tensor.is_sparse:
-            raise UsageError("HT312.sparse-gradients-horovod")
+            raise UsageError("HT312.groups-of-sparse-gradients")
         return self._compressor.compress(tensor.contiguous())
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:

@@ -64,11 +64,10 @@ class Horovod(Backend):
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
         on_gpu = device.type == "cuda" and hvd.nccl_built()
         self.transport = "nccl" if on_gpu else over
-        self.mismatch_fixes = _MISMATCH_FIXES[over]
+        if over == "mpi":
+            self.mismatch = "HT303.rank-differs-over-mpi"
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
-            raise StartError(
-                "HT307.rank-horovod-supports", addresses=rendezvous.roster.addresses[0]
-            )
+            raise StartError("HT307.ipv6-address", address=rendezvous.roster.addresses[0])
         self._environment = Environment(os.environ)
         self._trained: list[Trained] = []
         self._gradients: list[gradients.HorovodGradients] = []
@@ -146,13 +145,13 @@ class Horovod(Backend):
         if liveness is not None and liveness.known and (lost := liveness.find_error()):
             raise lost
         world = self._rendezvous.world
+        nodes = ", ".join(world.hosts or ())
+        if failed:
+            raise RankMissingError(
+                "HT306.horovod-failed", world=world, transport=over, reason=failed[0], nodes=nodes
+            )
         raise RankMissingError(
-            "HT306.horovod-did-connect",
-            world=world,
-            over=over,
-            limit=limit,
-            detail=f": {failed[0]}" if failed else "",
-            hosts=", ".join(world.hosts or ()),
+            "HT306.horovod-timeout", world=world, transport=over, limit_s=limit, nodes=nodes
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -162,7 +161,7 @@ class Horovod(Backend):
             UsageError: Horovod cannot average the type of a weight, or two models share weights.
         """
         if any(averager.has(p) for p in model.parameters() for averager in self._gradients):
-            raise UsageError("HT317.two-prepared-models")
+            raise UsageError("HT317.shared-parameters")
         self.broadcast([*model.parameters(), *model.buffers()])
         self._trained.append(Trained(model))
         self._hook([(name, p) for name, p in model.named_parameters() if p.requires_grad])
@@ -346,12 +345,3 @@ class _Work:
         """Wait until the sum is done."""
         with self._wait("sums of metrics"):
             self._hvd.synchronize(self._handle)
-
-
-_MISMATCH_FIXES: dict[str, tuple[str, ...]] = {
-    "gloo": (),
-    "mpi": (
-        "hpctrain horovod build --mpi (with the MPI of that mpirun)",
-        "export HOROVOD_CONTROLLER=gloo (it needs no MPI)",
-    ),
-}

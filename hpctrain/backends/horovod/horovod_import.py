@@ -28,17 +28,14 @@ def load() -> ModuleType:
             MPI.
     """
     if importlib.util.find_spec("horovod") is None:
-        raise UsageError("HT315.backend-horovod-horovod", version=torch.__version__)
+        raise UsageError("HT315.not-installed", version=torch.__version__)
     try:
         module = importlib.import_module("horovod.torch")
     except Exception as error:  # a library for another torch may raise anything
-        raise UsageError(
-            "HT315.backend-horovod-installed",
-            first_line=first_line(error),
-            version=torch.__version__,
-        ) from None
+        reason, version = first_line(error), torch.__version__
+        raise UsageError("HT315.import-failed", reason=reason, version=version) from None
     if not (module.gloo_built() or module.mpi_built()):
-        raise UsageError("HT316.backend-horovod-installed")
+        raise UsageError("HT316.horovod-without-gloo-and-mpi")
     return module
 
 
@@ -60,7 +57,7 @@ def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
         address = str(error)
     patched = getattr(importlib.import_module("horovod"), "mended_by_hpctrain", False)
     if not patched and (is_loopback(address) or not address[:1].isdigit()):
-        raise UsageError("HT307.horovod-released-listens", name=name, address=address)
+        raise UsageError("HT307.loopback-address", name=name, address=address)
 
 
 def refuse_start(hvd: ModuleType, world: World, over: str, mpi_was_used: bool) -> None:
@@ -74,13 +71,13 @@ def refuse_start(hvd: ModuleType, world: World, over: str, mpi_was_used: bool) -
     """
     mpi, gloo = over == "mpi", over == "gloo"
     if hvd.is_initialized():
-        raise UsageError("HT308.initialized")
+        raise UsageError("HT308.horovod-initialized")
     if mpi and not hvd.mpi_built():
-        raise UsageError("HT316.without-mpi")
+        raise UsageError("HT316.horovod-without-mpi")
     if mpi and mpi_was_used:
         raise UsageError("HT308.second-session-over-mpi")
     if gloo and not hvd.gloo_built():
-        raise UsageError("HT316.without-gloo", launcher=world.launcher)
+        raise UsageError("HT316.horovod-without-gloo", world=world)
 
 
 def refuse_options(settings: BackendSettings, over: str, world: World) -> None:
@@ -95,10 +92,10 @@ def refuse_options(settings: BackendSettings, over: str, world: World) -> None:
         return
     other = next((n for n in ("groups", "sparse_as_dense") if own[n] not in (None, False)), "")
     if other:
-        raise UsageError("HT311.adasum-with", setting=other.replace("_", "-"))
+        raise UsageError("HT311.adasum-with-option", option=other.replace("_", "-"))
     if size & (size - 1):
-        raise UsageError("HT314.ranks", size=size, fewer=1 << size.bit_length() - 1)
+        raise UsageError("HT314.no-power-of-two", ranks=size, fewer=1 << size.bit_length() - 1)
     if settings.loss_scaled:
         raise UsageError("HT313.adasum")
     if over != "mpi" and size > 1:
-        raise UsageError("HT314.gloo", launcher=world.launcher)
+        raise UsageError("HT314.adasum-over-gloo", world=world)

@@ -271,7 +271,7 @@ class Liveness:
             parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:SHOWN]]
         if not parts:
             return None
-        return RankLostError("HT309.all-ranks-until", parts="; ".join(parts))
+        return RankLostError("HT309.ranks-failed", failures="; ".join(parts))
 
 
 def _sockets() -> dict[str, int]:

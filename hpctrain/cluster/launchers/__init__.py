@@ -65,7 +65,7 @@ def installed() -> tuple[Launcher, ...]:
     names = [launcher.name for launcher in table]
     for kind in entry_points.load(entry_points.LAUNCHERS, Launcher, names).values():
         if kind.before not in names:
-            raise UsageError("HT119.launcher-another-package", kind=kind, names=", ".join(names))
+            raise UsageError("HT119.unknown-place", launcher=kind, names=", ".join(names))
         place = next(n for n, launcher in enumerate(table) if launcher.name == kind.before)
         table.insert(place, kind())
     return tuple(table)
@@ -181,11 +181,8 @@ def _choose(env: Environ) -> Launcher:
     for launcher in launchers:
         if launcher.name == name or (not name and launcher.matches(env)):
             return launcher
-    raise UsageError(
-        "HT103.hpctrain-launcher",
-        name=name,
-        launchers=", ".join(launcher.name for launcher in launchers),
-    )
+    names = ", ".join(launcher.name for launcher in launchers)
+    raise UsageError("HT103.unknown-launcher", name=name, launchers=names)
 
 
 def _others(launcher: Launcher, env: Environ) -> list[Launcher]:
@@ -213,20 +210,12 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
     ours, theirs = launcher.claims(env), other.claims(env)
     for field in ("rank", "world_size", "local_rank"):
         if field in ours and field in theirs and ours[field].value != theirs[field].value:
-            unwanted = sorted(
-                {c.source for c in theirs.values()} - {c.source for c in ours.values()}
-            )
+            claims, both = (ours[field], theirs[field]), (launcher, other)
+            sources = {c.source for c in theirs.values()} - {c.source for c in ours.values()}
+            names = " ".join(sorted(sources))
+            usable = other if _is_complete(other, env) else launcher
             raise ContradictionError(
-                "HT104.one",
-                source=ours[field].source,
-                value=ours[field].value,
-                launcher=launcher,
-                source_2=theirs[field].source,
-                value_2=theirs[field].value,
-                other=other,
-                replace=field.replace("_", " "),
-                unwanted=" ".join(unwanted),
-                detail=other.name if _is_complete(other, env) else launcher.name,
+                "HT104.values-differ", claims=claims, launchers=both, names=names, usable=usable
             )
 
 

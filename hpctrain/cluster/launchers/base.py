@@ -234,14 +234,12 @@ class Launcher:
         if missing:
             names = [self.variables[field] for field in missing]
             variables = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
-            present = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name))
+            values = [f"{name}={env[name]}" for name in variables if env.get(name)]
+            present = ", ".join(values) or "no value"
+            absent = " and no ".join(map(" or ".join, names))
+            exports = " ".join(f"{first}=…" for first, *_ in names)
             raise ContradictionError(
-                "HT102.but-did-set",
-                present=present or "no value",
-                map=" and no ".join(map(" or ".join, names)),
-                name=self.name,
-                missing=" and ".join(missing),
-                names=" ".join(f"{alternatives[0]}=…" for alternatives in names),
+                "HT102.incomplete", present=present, absent=absent, launcher=self, exports=exports
             )
         try:
             world = World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
@@ -297,16 +295,10 @@ class Launcher:
             return
         if is_loopback(address):
             name = env_vars.MAIN_ADDRESS if env.get(env_vars.MAIN_ADDRESS) else "MASTER_ADDR"
-            raise ContradictionError(
-                "HT106.ranks-hosts-each",
-                name=name,
-                address=address,
-                name_2=self.name,
-                num_nodes=world.num_nodes or "several",
-                detail=f"unset {name}"
-                if self.knows_rank_0 or hosts_of_job(env)
-                else f"export {name}=HOST (the host of rank 0, the same on all ranks)",
-            )
+            listed = self.knows_rank_0 or hosts_of_job(env)
+            key = "HT106.loopback-address" if listed else "HT106.loopback-without-host-list"
+            nodes = world.num_nodes or "several"
+            raise ContradictionError(key, name=name, address=address, launcher=self, nodes=nodes)
 
 
 def port_in(env: Environ, name: str) -> int | None:
@@ -317,7 +309,7 @@ def port_in(env: Environ, name: str) -> int | None:
     """
     port = env_vars.number(env, name)
     if port is not None and not 0 <= port < 1 << 16:
-        raise ContradictionError("HT103.port", name=name, port=port)
+        raise ContradictionError("HT103.port-out-of-range", name=name, port=port)
     return port or None
 
 
@@ -330,5 +322,5 @@ def _interface(env: Environ) -> str | None:
     ours, gloo = env.get(env_vars.INTERFACE), env.get(env_vars.GLOO_INTERFACE)
     first = (gloo or "").split(",")[0]
     if ours and gloo and ours != first:
-        raise ContradictionError("HT107.hpctrain-interface-gloo", ours=ours, gloo=gloo)
+        raise ContradictionError("HT107.interfaces-differ", ours=ours, gloo=gloo)
     return ours or first or None

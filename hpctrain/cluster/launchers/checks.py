@@ -8,7 +8,6 @@ for the command: an export would also apply to a later srun, whose tasks would e
 import shlex
 from collections.abc import Sequence
 
-from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers.ancestors import LAUNCHING, SLURM_STEP, Process
@@ -17,12 +16,6 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
 __all__ = ["child", "dropped", "elsewhere", "idle", "nameless", "reset", "stale"]
-
-# With it, the agents of torchrun in each task of a step form one start.
-_ONE_TORCHRUN = (
-    "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID "
-    "--rdzv-endpoint=HOST:PORT …"
-)
 
 
 def idle(
@@ -38,34 +31,18 @@ def idle(
     """
     if world.launcher == "slurm" or job is None or not job.tasks:
         return None
-    intended = f"if this is intended: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
-    if in_step and world.launcher == "torchrun" and (world.num_nodes or 1) < job.tasks:
-        return UsageError(
-            "HT111.tasks-step-job",
-            job=job,
-            world=world,
-            num_nodes=world.num_nodes or 1,
-            intended=intended,
-        )
+    agents = world.num_nodes or 1
+    if in_step and world.launcher == "torchrun" and agents < job.tasks:
+        return UsageError("HT111.torchrun-in-each-task", job=job, world=world, agents=agents)
     if job.tasks <= world.world_size:
         return None
-    if world.launcher == "none":
-        situation, fixes = "this process trains alone", [_corrected(process)]
-    else:
-        ranks = f"{world.world_size} rank" + "s" * (world.world_size > 1)
-        situation = f"{world.launcher} started {ranks}"
-        fixes = [
-            f"start {job.tasks} ranks",
-            f"ask for as many tasks as ranks: {world.world_size}",
-        ]
-    return UsageError(
-        "HT110.tasks-job-idle",
-        situation=situation,
-        tasks=job.tasks - world.world_size,
-        job=job,
-        fixes=fixes,
-        intended=intended,
-    )
+    if world.launcher != "none":
+        return UsageError("HT110.too-few-ranks", world=world, job=job)
+    idle = job.tasks - 1
+    if any("ipykernel" in argument for argument in process.arguments):
+        return UsageError("HT110.notebook-trains-alone", idle=idle, job=job)
+    command = shlex.join(process.arguments) or "COMMAND"
+    return UsageError("HT110.trains-alone", idle=idle, job=job, command=command)
 
 
 def elsewhere(
@@ -83,13 +60,9 @@ def elsewhere(
     hosts = {host.partition(".")[0] for host in host_list(env, "SLURM_JOB_NODELIST")}
     if not hosts or not process.host or process.host.partition(".")[0] in hosts:
         return None
+    command = _program(process)
     return UsageError(
-        "HT118.host-job-training",
-        process=process,
-        job=job,
-        env=env["SLURM_JOB_NODELIST"],
-        program=_program(process),
-        world=world,
+        "HT118.outside-the-job", process=process, job=job, env=env, command=command, world=world
     )
 
 
@@ -97,7 +70,7 @@ def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     """Return an error for a manual start without a port, which could mix with another start."""
     if world.launcher != "env" or world.world_size == 1 or point.port:
         return None
-    return UsageError("HT102.rank-world-size", world=world)
+    return UsageError("HT102.no-port", world=world)
 
 
 def reset(world: World, env: Environ, process: Process) -> UsageError | None:
@@ -110,8 +83,8 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
     value = env.get("HOROVOD_ELASTIC", "")
     if world.launcher != "horovodrun" or value in ("", "0"):
         return None
-    script = _program(process, "SCRIPT --elastic --global-batch N")
-    return UsageError("HT112.horovod-elastic-horovodrun", value=value, script=script)
+    command = _program(process, "SCRIPT --elastic --global-batch N")
+    return UsageError("HT112.elastic-horovodrun", value=value, command=command)
 
 
 def _program(process: Process, otherwise: str = "SCRIPT") -> str:
@@ -120,14 +93,6 @@ def _program(process: Process, otherwise: str = "SCRIPT") -> str:
     if words and words[0].startswith("-") and words[0] != "-m":  # an option of Python
         words = ("--", *process.arguments)
     return shlex.join(words) or otherwise
-
-
-def _corrected(process: Process) -> str:
-    """Return what to type instead of the command line."""
-    if any("ipykernel" in argument for argument in process.arguments):
-        return "in a notebook: hpctrain.spawn(FUNCTION, N)"
-    command = shlex.join(process.arguments) or "COMMAND"
-    return f"put srun before the command: srun --kill-on-bad-exit=1 {command}"
 
 
 def dropped(world: World, job: Allocation | None, process: Process) -> UsageError | None:
@@ -140,7 +105,7 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
         batch_job = detect_job(ancestor.started)
         if batch_job is None or not batch_job.tasks or batch_job.tasks == 1:
             return None
-    return UsageError("HT108.launcher-variable-set", ancestor=ancestor)
+    return UsageError("HT108.environment-dropped", ancestor=ancestor)
 
 
 def stale(name: str, others: Sequence[str], process: Process) -> UsageError | None:
@@ -155,7 +120,7 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
     # A launcher that is never visible among the ancestors may run inside the one that is.
     if ancestor is None or ancestor.launcher not in others or name not in LAUNCHING.values():
         return None
-    return UsageError("HT104.variables-set-but", name=name, ancestor=ancestor)
+    return UsageError("HT104.variables-of-outer-launcher", name=name, ancestor=ancestor)
 
 
 def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
@@ -166,4 +131,4 @@ def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
         env.get(c.source) != parent_env.get(c.source) for c in (rank, size)
     ):
         return None
-    return UsageError("HT109.process-started-multiprocessing", rank=rank)
+    return UsageError("HT109.rank-of-the-parent", rank=rank)

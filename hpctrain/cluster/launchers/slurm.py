@@ -32,8 +32,6 @@ _NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_NODES")
 _TASKS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 _COUNTS = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
-_FIX = "start the ranks with srun, and do not export SLURM_* manually"
-
 
 class SlurmStep(Launcher):
     """The variables of a step. A step can be smaller than its job, whose variables come second."""
@@ -128,9 +126,7 @@ def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
     # A component of a heterogeneous job may list only its own hosts.
     if not job or "SLURM_HET_SIZE" in env or set(hosts) <= set(job):
         return
-    raise ContradictionError(
-        "HT104.slurm-step-nodelist", env=env["SLURM_STEP_NODELIST"], env_2=env["SLURM_JOB_NODELIST"]
-    )
+    raise ContradictionError("HT104.step-of-another-job", env=env)
 
 
 def expand_counts(text: str, name: str) -> list[int]:
@@ -143,7 +139,7 @@ def expand_counts(text: str, name: str) -> list[int]:
     for piece in text.split(","):
         match = _COUNT.match(piece)
         if match is None:
-            raise ContradictionError("HT103.tasks-per-node", name=name, text=text[:200])
+            raise ContradictionError("HT103.tasks-per-node-unreadable", name=name, value=text[:200])
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -153,15 +149,16 @@ def _compress_counts(counts: Sequence[int]) -> str:
     return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
 
 
-def _tasks_here(text: str, claims: Claims) -> int:
+def _tasks_here(tasks_per_node: str, claims: Claims) -> int:
     """Return the number of tasks on this host; check it against the other variables."""
-    counts = expand_counts(text, "SLURM_STEP_TASKS_PER_NODE")
+    counts = expand_counts(tasks_per_node, "SLURM_STEP_TASKS_PER_NODE")
     node: int = claims["node_rank"].value
     if not 0 <= node < len(counts):
-        raise ContradictionError(
-            "HT101.slurm-nodeid-slurm", node=node, text=text, number_of_counts=len(counts)
-        )
+        key, nodes = "HT101.node-id-out-of-range", len(counts)
+        raise ContradictionError(key, node_id=node, tasks_per_node=tasks_per_node, nodes=nodes)
     size = claims.get("world_size")
-    if size is not None and sum(counts) != size.value:
-        raise ContradictionError("HT101.slurm-step-tasks", size=size, text=text, counts=sum(counts))
+    tasks = sum(counts)
+    if size is not None and tasks != size.value:
+        key = "HT101.task-counts-differ"
+        raise ContradictionError(key, size=size, tasks_per_node=tasks_per_node, tasks=tasks)
     return counts[node]

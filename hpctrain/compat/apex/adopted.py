@@ -52,7 +52,7 @@ class Adopted:
             UsageError: the optimizer was adopted before.
         """
         if hasattr(optimizer, "_amp"):
-            raise UsageError("HT413.amp-initialize-got", kind=type(optimizer).__name__)
+            raise UsageError("HT413.optimizer-again", optimizer=type(optimizer).__name__)
 
     @classmethod
     def of(cls, optimizer: Any) -> "Adopted":
@@ -63,7 +63,7 @@ class Adopted:
         """
         known = getattr(optimizer, "_amp", None)
         if not isinstance(known, cls):
-            raise UsageError("HT413.amp-scale-loss", kind=type(optimizer).__name__)
+            raise UsageError("HT413.unknown-optimizer", optimizer=type(optimizer).__name__)
         return known
 
     def prepare(self) -> None:
@@ -99,9 +99,9 @@ class Adopted:
             UsageError: a closure is given, or the gradients are still scaled.
         """
         if closure is not None:
-            raise UsageError("HT415.optimizer-step-closure")
+            raise UsageError("HT415.closure-with-amp")
         if self.scaled:
-            raise UsageError("HT416.optimizer-step-after")
+            raise UsageError("HT416.scaled-gradients")
         # Learning rate schedules warn if there was no step. A skipped step counts for them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         result = None if self.skip else self._plain["step"]()

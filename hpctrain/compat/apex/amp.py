@@ -87,7 +87,7 @@ def initialize(
         return given
     settled = settle(opt_level, properties)
     if num_losses < 1:
-        raise UsageError("HT414.amp-initialize-num", num_losses=num_losses)
+        raise UsageError("HT414.num-losses", num_losses=num_losses)
     for model in model_list:
         conversion.check(model)
     for optimizer in optimizer_list:
@@ -108,11 +108,9 @@ def initialize(
 def _listed(name: str, things: Any, kind: type) -> list[Any]:
     found = things if isinstance(things, list) else [things]
     if not all(isinstance(thing, kind) for thing in found):
+        types = ", ".join(type(thing).__name__ for thing in found)
         raise UsageError(
-            "HT413.amp-initialize-got-2",
-            name=name,
-            found=", ".join(type(t).__name__ for t in found),
-            kind_name=kind.__name__,
+            "HT413.wrong-type", argument=name, types=types, expected_type=kind.__name__
         )
     return found
 
@@ -147,14 +145,9 @@ def scale_loss(
         yield loss
         return
     if delay_overflow_check:
-        raise UsageError("HT415.amp-scale-loss")
+        raise UsageError("HT415.delayed-overflow-check")
     if not 0 <= loss_id < len(state.scales):
-        raise UsageError(
-            "HT414.amp-scale-loss",
-            loss_id=loss_id,
-            number_of_scales=len(state.scales),
-            loss_id_2=loss_id + 1,
-        )
+        raise UsageError("HT414.loss-id", loss_id=loss_id, num_losses=len(state.scales))
     scale = state.scales[loss_id]
     chosen = optimizers if isinstance(optimizers, list) else [optimizers]
     if scale.idle and not any(hasattr(optimizer, "_amp") for optimizer in chosen):
@@ -198,7 +191,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     scales = _started("amp.load_state_dict()").scales
     strange = [name for name in state_dict if not name.startswith("loss_scaler")]
     if strange:
-        raise UsageError("HT417.amp-load-state", strange=", ".join(strange))
+        raise UsageError("HT417.wrong-keys", keys=", ".join(strange))
     if len(state_dict) != len(scales):
         logger.warning(
             "the checkpoint has the scales of %d losses, amp.initialize() got num_losses=%d",
@@ -211,5 +204,5 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 def _started(call: str) -> _State:
     if _state is None:
-        raise UsageError("HT413.before-amp-initialize", call=call)
+        raise UsageError("HT413.not-initialized", call=call)
     return _state

@@ -158,7 +158,7 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 def _dense(gradient: Tensor | None) -> Tensor:
     """Return a gradient after a check of its kind."""
     if gradient is None or gradient.layout != torch.strided or gradient.is_complex():
-        raise UsageError("HT407.fusedlamb-got-sparse")
+        raise UsageError("HT407.sparse-or-complex-gradient")
     return gradient
 
 

@@ -91,10 +91,10 @@ def check(model: nn.Module) -> None:
         UsageError: the model is already wrapped, or has tensors in half precision.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UsageError("HT413.amp-initialize-got-model", kind=type(model).__name__)
+        raise UsageError("HT413.wrapped-model", wrapper=type(model).__name__)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dtype == torch.float16:
-            raise UsageError("HT404.amp-initialize-got", kind=type(model).__name__, name=name)
+            raise UsageError("HT404.half-before-amp", model=type(model).__name__, name=name)
 
 
 def convert(

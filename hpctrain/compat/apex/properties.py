@@ -76,23 +76,19 @@ def settle(level: str, given: Mapping[str, Any]) -> Properties:
         UsageError: the level is unknown, or does not support one of the other arguments.
     """
     if level not in _LEVELS:
-        expected = "O0, O1, O2 or O3, with the letter O"
-        raise UsageError("HT414.opt-level", level=level, expected=expected)
+        raise UsageError("HT414.opt-level", level=level)
     own, chosen = _LEVELS[level], {name: v for name, v in given.items() if v is not None}
     scale = _scale(chosen.pop("loss_scale", own.loss_scale))
     for name, value in chosen.items():
         if name not in _SUPPORTED["O2"]:
             raise TypeError(f"amp.initialize() got an unexpected keyword argument {name!r}")
-        values = _SUPPORTED[level].get(name, ())
+        values = _SUPPORTED[level].get(name)
+        if values is None:
+            raise UsageError("HT414.argument-not-supported", name=name, value=value, level=level)
         if value not in values:
+            texts = " or ".join(map(repr, values))
             raise UsageError(
-                "HT414.opt-level-2",
-                name=name,
-                value=value,
-                level=level,
-                detail=" or ".join(map(repr, values))
-                if values
-                else f"{level} without this argument",
+                "HT414.value-not-supported", name=name, value=value, level=level, supported=texts
             )
     keep = _BOOLS.get(chosen.get("keep_batchnorm_fp32"), own.keep_batchnorm_fp32)
     return replace(
@@ -112,8 +108,7 @@ def _scale(value: float | str) -> float | str:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
-        expected = 'a number above 0, or "dynamic"'
-        raise UsageError("HT414.loss-scale", value=value, expected=expected)
+        raise UsageError("HT414.loss-scale", value=value)
     return number
 
 
@@ -130,6 +125,6 @@ def refuse(call: str, given: Mapping[str, Any], supported: Mapping[str, Any]) ->
     """
     for name, only in supported.items():
         if only is not ANY and given.get(name, only) != only:
-            found = f"{call}(…, {name}={given[name]})"
-            raise UsageError("HT415.refuse", found=found, name=name, only=only)
+            values = {"name": name, "value": given[name], "supported": only}
+            raise UsageError("HT415.argument-not-supported", call=call, **values)
     return {name: value for name, value in given.items() if name not in supported}

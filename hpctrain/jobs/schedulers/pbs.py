@@ -17,7 +17,7 @@ def _lines(spec: JobSpec) -> list[str]:
     chunk = f"select={spec.nodes}:ncpus={spec.tasks * cpus}:mpiprocs={spec.tasks}:ompthreads={cpus}"
     chunk += f":ngpus={devices}" if devices else ""
     chunk += f":mem={spec.memory.lower()}b" if spec.memory else ""
-    # qsub sends no variable without -V; sbatch and bsub send all.
+    # qsub sends no variable without -V; sbatch sends all.
     lines = [f"-N {plain('name', spec.title)}", f"-l {chunk}", "-l place=scatter", "-j oe", "-V"]
     if spec.time:
         hours, rest = divmod(units.seconds(spec.time), 3600)

@@ -28,14 +28,14 @@ def write(paths: Sequence[str], output: str | None = None) -> Path:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            found, fix = f"{package} cannot be imported: {error}", "pip install 'hpctrain[report]'"
-            raise UsageError("HT651.report", found=found, package=package, fix=fix) from None
+            raise UsageError(
+                "HT651.package-missing", package=package, extra="report", error=error
+            ) from None
     from hpctrain.monitoring.report import page, runs
 
     target = Path(output or (Path(paths[0]) / "report.html" if len(paths) == 1 else "report.html"))
     if target.suffix.lower() not in (".html", ".htm"):
-        wanted = "a name that ends in .html"
-        raise UsageError("HT654.output", target=target, wanted=wanted)
+        raise UsageError("HT654.not-html", target=target)
     recorded = runs.read(paths)
     try:
         # `replace` would create the folder of a misspelt name.
@@ -44,6 +44,5 @@ def write(paths: Sequence[str], output: str | None = None) -> Path:
             raise FileExistsError(f"{target} exists and is not a report")
         rundir.replace(target, page.render(recorded))
     except OSError as error:
-        found, wanted = f"the report cannot be written: {error}", "a name that can be written"
-        raise UsageError("HT654.write", found=found, wanted=wanted) from None
+        raise UsageError("HT654.cannot-write", error=error) from None
     return target

@@ -79,8 +79,7 @@ class RecordedRun:
             self.timings = times(directory.each(directory.timings))
             self.effective = measure(directory)
         except OSError as error:
-            found, expected = f"{path} cannot be read: {error}", "a run that this user may read"
-            raise UsageError("HT656.init", found=found, expected=expected, path=path) from None
+            raise UsageError("HT656.cannot-read", path=path, error=error) from None
         self.last = {name: values[-1] for name, (_, values) in columns.items()}
         self.series = {
             name: (np.array(steps, dtype=float), np.array(values, dtype=float))

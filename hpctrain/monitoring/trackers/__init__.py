@@ -7,7 +7,7 @@ outside of hpctrain adds one by an entry point of the group `hpctrain.trackers`.
 import importlib.util
 
 from hpctrain.cluster import entry_points
-from hpctrain.cluster.texts import nearest
+from hpctrain.cluster.texts import listed, nearest
 from hpctrain.errors import UsageError
 from hpctrain.monitoring.trackers.base import About, Tracker
 from hpctrain.monitoring.trackers.mlflow import MLflow
@@ -44,17 +44,16 @@ def find(text: str | None) -> dict[str, type[Tracker]]:
         tracker = TRACKERS.get(name) or outside.get(name)
         if tracker is None:
             known = [*TRACKERS, *(one.name for one in entry_points.found(entry_points.TRACKERS))]
+            close = nearest(name, known) or known[0]
             raise UsageError(
-                "HT652.track-tracker-called",
-                text=text,
-                name=name,
-                known=", ".join(known),
-                nearest=nearest(name, known) or known[0],
+                "HT652.unknown-tracker", track=text, name=name, known=listed(known), nearest=close
             )
         found[name] = tracker
         if tracker.package and not _installed(tracker.package):
-            wanted = f"'hpctrain[{name}]'" if name in TRACKERS else tracker.package
-            raise UsageError("HT651.track-but-package", name=name, tracker=tracker, wanted=wanted)
+            requirement = f"'hpctrain[{name}]'" if name in TRACKERS else tracker.package
+            raise UsageError(
+                "HT651.tracker-package-missing", name=name, tracker=tracker, requirement=requirement
+            )
     return found
 
 

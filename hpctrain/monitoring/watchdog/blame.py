@@ -97,7 +97,7 @@ class Blame:
         Args:
             limit: description of the timeout.
         """
-        longer = [f"{self.longer}, where that may take so long"] if self.longer else []
+        longer = [f"{self.longer}, if this place may take so long"] if self.longer else []
         return HpctrainError(self.key, **self.values, limit=limit, longer=longer)
 
 
@@ -135,18 +135,16 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
     absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
     unobserved = _without_observation(missing, absent)
     if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
-        silent = _silent(behind) + _kernel(behind) + unobserved
-        return Blame(_ranks(behind), "HT659.silent", {"silent": silent}, _TIMEOUT)
+        values = {**_silent(behind), "kernel": _kernel(behind), "unobserved": unobserved}
+        return Blame(_ranks(behind), "HT659.rank-silent", values, _TIMEOUT)
     if missing:
-        values = {"silent": _silent(alive), "unobserved": unobserved}
-        return Blame(tuple(missing), "HT660.unobserved", values)
+        values = {**_silent(alive), "unobserved": unobserved}
+        return Blame(tuple(missing), "HT660.ranks-unobserved", values)
     if left:
-        return Blame(_ranks(left), "HT661.left", {"silent": _silent(alive), "left": _names(left)})
-    values = {"number": len(alive), "seconds": _seconds(alive), "place": place(alive[0])}
-    values["kernel"] = _kernel(alive)
-    if waits:
-        return Blame((), "HT660.all-wait", values)
-    return Blame((), "HT659.all-silent", values, _TIMEOUT)
+        return Blame(_ranks(left), "HT661.ranks-left", {**_silent(alive), "left": _names(left)})
+    values = {**_silent(alive), "number": len(alive), "kernel": _kernel(alive)}
+    key, longer = ("HT660.all-wait", "") if waits else ("HT659.all-silent", _TIMEOUT)
+    return Blame((), key, values, longer)
 
 
 def _unlike_the_others(alive: Sequence[Sighting]) -> list[Sighting]:
@@ -202,15 +200,15 @@ def hung(
 
 def _gone(gone: Sequence[Sighting], alive: Sequence[Sighting]) -> Blame:
     silence = max((sighting.silence for sighting in alive), default=0.0)
-    values = {"gone": _names(gone), "place": place(gone[0]), "silence": silence}
-    return Blame(_ranks(gone), "HT657.gone", values)
+    values = {"ranks": _names(gone), "place": place(gone[0]), "silence": silence}
+    return Blame(_ranks(gone), "HT657.process-ended", values)
 
 
 def _stopped(stopped: Sequence[Sighting]) -> Blame:
     pids = " ".join(str(sighting.pid) for sighting in stopped[:_MOST_NAMED])
     state = stopped[0].state
-    values = {"silent": _silent(stopped), "pids": pids, "is": STATES[state], "state": state}
-    return Blame(_ranks(stopped), "HT658.stopped", values)
+    values = {**_silent(stopped), "pids": pids, "status": STATES[state], "state": state}
+    return Blame(_ranks(stopped), "HT658.process-stopped", values)
 
 
 def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
@@ -233,11 +231,10 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     if max(sighting.step for sighting in others) > min(sighting.step for sighting in training):
         return None
     places = "; ".join(
-        f"{ranks_text(_ranks(group))} {'is' if len(group) == 1 else 'are'} at {place(group[0])}"
-        for group in (training, others)
+        f"{ranks_text(_ranks(group))}: {place(group[0])}" for group in (training, others)
     )
     suspects = others if len(others) < len(training) else training
-    return Blame(_ranks(suspects), "HT661.apart", {"places": places})
+    return Blame(_ranks(suspects), "HT661.places-differ", {"places": places})
 
 
 _TIMEOUT = "--timeout SECONDS"
@@ -261,17 +258,15 @@ def _ranks(sightings: Sequence[Sighting]) -> tuple[int, ...]:
 
 
 def _names(sightings: Sequence[Sighting]) -> str:
-    """Return subject and verb: "rank 2 on node3 is", "ranks 2 and 3 on node3 are"."""
+    """Return the ranks and their nodes: "rank 2 on node3", "ranks 2 and 3 on node3"."""
     hosts = {sighting.rank: sighting.host for sighting in sightings}
-    return f"{ranks_text(hosts, hosts)} {'is' if len(sightings) == 1 else 'are'}"
+    return ranks_text(hosts, hosts)
 
 
-def _silent(sightings: Sequence[Sighting]) -> str:
-    return f"{_names(sightings)} silent for {_seconds(sightings)} s at {place(sightings[0])}"
-
-
-def _seconds(sightings: Sequence[Sighting]) -> str:
-    return f"{max(sighting.silence for sighting in sightings):.0f}"
+def _silent(sightings: Sequence[Sighting]) -> dict[str, object]:
+    """Return the values of the messages about silent ranks."""
+    seconds = f"{max(sighting.silence for sighting in sightings):.0f}"
+    return {"ranks": _names(sightings), "seconds": seconds, "place": place(sightings[0])}
 
 
 def _kernel(sightings: Sequence[Sighting]) -> str:

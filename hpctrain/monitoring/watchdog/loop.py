@@ -247,15 +247,14 @@ class Watch:
     def _limit(self, blame: Blame | None = None) -> str:
         if blame and blame.slowest is None and 0 < blame.limit < self._timeout:
             return (
-                f"a process that is stopped for at most {self._limits.least:g} s "
-                "(HPCTRAIN_LEAST_TIMEOUT)"
+                f"a process stopped for at most {self._limits.least:g} s (HPCTRAIN_LEAST_TIMEOUT)"
             )
         if blame is None or blame.slowest is None:
             return f"at most {self._timeout:g} s of silence (--timeout)"
         return (
-            f"here at most {blame.limit:.0f} s of silence, learnt: {FACTOR} times the longest of "
-            f"late ({blame.slowest:.1f} s), from {self._limits.least:g} "
-            f"(HPCTRAIN_LEAST_TIMEOUT) to {self._timeout:g} s (--timeout)"
+            f"here at most {blame.limit:.0f} s of silence: adaptive timeout, {FACTOR} times the "
+            f"recent max ({blame.slowest:.1f} s), min {self._limits.least:g} s "
+            f"(HPCTRAIN_LEAST_TIMEOUT), max {self._timeout:g} s (--timeout)"
         )
 
     def _note(self, text: str) -> None:

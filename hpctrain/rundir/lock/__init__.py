@@ -85,10 +85,8 @@ class Lock:
                     if unchanged and put(path, current, text, this_start):
                         return cls(directory, this_start, clock)
         except OSError as error:
-            raise UsageError(
-                "HT702.run-directory-cannot", directory=directory, error=error
-            ) from None
-        raise UsageError("HT703.several-starts-lock", directory=directory)
+            raise UsageError("HT702.cannot-lock", directory=directory, error=error) from None
+        raise UsageError("HT703.simultaneous-launches", directory=directory)
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
@@ -118,18 +116,16 @@ class Lock:
         try:
             found = look(self._path)
         except OSError as error:
-            raise CheckpointError(
-                "HT702.owner-run-directory", error=error, path=self._path
-            ) from None
+            raise CheckpointError("HT702.owner-unreadable", error=error, path=self._path) from None
         if found and found.owner and found.owner.token == self._owner.token:
             return
         if found is None:
-            reason = f"{self._path} is gone: another start used the directory, or removed the file"
+            key = "HT704.lock-removed"
         elif found.owner is None:
-            reason = f"{self._path} is {found.foreign}"
+            key = "HT704.foreign-lock"
         else:
-            reason = f"{self._path.parent} now belongs to {found.owner}"
-        raise ReplacedError("HT704.fenced-off-start", reason=reason, owner=self._owner)
+            key = "HT704.other-owner"
+        raise ReplacedError(key, path=self._path, lock=found, owner=self._owner)
 
     def _heartbeat(self) -> None:
         while not self._end.wait(_HEARTBEAT):

@@ -36,11 +36,11 @@ def refuse_if_alive(found: Seen, this_start: Owner, path: Path, env: Mapping[str
         why = f"last heartbeat {age:.0f} s ago"
     if owner is None:
         if alive:
-            raise UsageError("HT703.old", path=path, found=found, age=age)
+            raise UsageError("HT703.foreign-lock", path=path, lock=found, age=age)
         logger.warning("%s is %s, %.0f s old, and is replaced", path, found.foreign, age)
     elif alive:
-        end = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
-        raise UsageError("HT703.taken", path=path, owner=owner, why=why, end=end)
+        stop = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
+        raise UsageError("HT703.in-use", path=path, owner=owner, why=why, stop_command=stop)
     else:
         logger.info("takes over %s from %s: %s", path.parent, owner, why)
 
@@ -63,7 +63,7 @@ def _standing(
     if same_job and owner.restart != this_start.restart:
         if owner.restart < this_start.restart:
             return False, "the job was requeued since"
-        return True, f"the job was requeued since, and this is its start {this_start.restart}"
+        return True, f"the job was requeued since, and this is its restart {this_start.restart}"
     if owner.job and not same_job:
         alive, why = _job_is_alive(owner, this_start, env)
         if alive is not None:

@@ -51,10 +51,9 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
 
 def _refuse(sizes: Sequence[int], world: int) -> None:
     if world == 1:
-        raise UsageError("HT903.bench-allreduce-one")
-    odd = [size for size in sizes if size % _NUMBER]
-    if odd:
-        raise UsageError("HT902.sizes", odd=odd)
+        raise UsageError("HT903.one-rank")
+    if odd := next((size for size in sizes if size % _NUMBER), None):
+        raise UsageError("HT902.odd-size", size=odd)
 
 
 def _of_size(session: Session, size: int, seconds: float) -> Times:

@@ -30,7 +30,9 @@ def choose(given: str | None, device: torch.device) -> str:
     if given is None:
         return _LARGE if device.type == "cuda" and find_spec("torchvision") else SMALL
     if given != SMALL and given not in (names := _zoo().list_models(module=_zoo())):
-        raise UsageError("HT906.model", given=given, nearest=nearest(given, names) or _LARGE)
+        raise UsageError(
+            "HT906.unknown-model", model=given, nearest=nearest(given, names) or _LARGE
+        )
     return given
 
 
@@ -73,4 +75,4 @@ def _zoo() -> ModuleType:
     try:
         return importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError, OSError) as error:  # or it was built for another torch
-        raise UsageError("HT905.torchvision-model-cannot", error=error) from None
+        raise UsageError("HT905.no-torchvision", error=error) from None

@@ -112,7 +112,7 @@ def _check_target(path: str | None) -> None:
         return
     target = path if os.path.exists(path) else os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path) or not os.access(target, os.W_OK):
-        raise _cannot_write(path, "no such folder, or no write access")
+        raise UsageError("HT904.no-write-access", path=path)
 
 
 def _save(path: str | None, record: dict[str, Any]) -> None:
@@ -122,9 +122,5 @@ def _save(path: str | None, record: dict[str, Any]) -> None:
         with open(path, "w") as file:
             file.write(json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        raise _cannot_write(path, str(error)) from None
+        raise UsageError("HT904.cannot-write", path=path, error=error) from None
     sys.stderr.write(f"hpctrain: saved to {path}\n")
-
-
-def _cannot_write(path: str, reason: str) -> UsageError:
-    return UsageError("HT904.json-cannot-written", path=path, reason=reason)

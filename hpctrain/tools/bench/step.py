@@ -166,12 +166,9 @@ def measure(session: Session, arguments: argparse.Namespace) -> Results:
     try:
         own = _measure(session, model, arguments.seconds)
     except torch.OutOfMemoryError as error:
+        text, smaller = first_line(error), max(size // 2, 1)
         raise UsageError(
-            "HT907.room-step-samples",
-            model=model,
-            size=size,
-            first_line=first_line(error),
-            size_2=max(size // 2, 1),
+            "HT907.out-of-memory", model=model, size=size, error=text, smaller=smaller
         ) from None
     ranks = session.backend.gather_object(own)
     if not session.is_main:

@@ -58,7 +58,7 @@ def build(
         HpctrainError: a requirement is missing, or a step failed.
     """
     if importlib.util.find_spec("pip") is None:
-        raise HpctrainError("HT910.pip", sys=sys)
+        raise HpctrainError("HT910.no-pip", python=sys.executable)
     # Horovod's build reads Horovod's variables too. Of them, keep only the NCCL that the user set.
     env = {
         name: value
@@ -140,14 +140,11 @@ def _install(path: Path, plan: Plan, env: Mapping[str, str], print_line: PrintLi
         for options in (("--force-reinstall", "--no-deps"), ()):
             command = wheel.pip("install", "-q", *options, str(path))
             if code := wheel.run(command, env, log, print_line):
+                shown, python = wheel.excerpt(log), sys.executable
                 raise HpctrainError(
-                    "HT917.pip-did-install",
-                    path=path,
-                    code=code,
-                    excerpt=wheel.excerpt(log),
-                    sys=sys,
+                    "HT917.not-installed", path=path, code=code, excerpt=shown, python=python
                 )
     wrong, facts = _examine(plan, env)
     if wrong:
-        raise HpctrainError("HT918.horovod", path=path, wrong=wrong)
+        raise HpctrainError("HT918.does-not-work", path=path, problem=wrong)
     print_line(f"installed Horovod {_described(facts)}")

@@ -87,7 +87,7 @@ def ask_torch(env: Mapping[str, str]) -> Torch:
         reason = str(error)
     except (ValueError, TypeError, IndexError):
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    raise HpctrainError("HT910.import-torch-fails", reason=reason, sys=sys)
+    raise HpctrainError("HT910.no-torch", reason=reason, python=sys.executable)
 
 
 def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str]) -> Plan:
@@ -99,10 +99,11 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str]) -
     """
     toolkit = None if cuda is False else _find_cuda(env)
     if not torch.cuda or not toolkit or toolkit.version.split(".")[0] != torch.cuda.split(".")[0]:
+        nvcc = toolkit.version if toolkit else "not found"
+        if cuda and not torch.cuda:
+            raise UsageError("HT911.torch-without-cuda", torch=torch, nvcc=nvcc)
         if cuda:
-            built = f"is built with CUDA {torch.cuda}" if torch.cuda else "is no CUDA build"
-            nvcc = f"nvcc is {toolkit.version}" if toolkit else "nvcc is missing"
-            raise UsageError("HT911.torch", torch=torch, built=built, nvcc=nvcc)
+            raise UsageError("HT911.no-matching-cuda", torch=torch, nvcc=nvcc)
         toolkit = None
     return Plan(torch, toolkit, *(_find_mpi(env) if mpi else ()))
 
@@ -124,7 +125,7 @@ def _find_mpi(env: Mapping[str, str]) -> tuple[str, str]:
     path = f"{home}/bin" if home else env.get("PATH")
     if compiler := shutil.which("mpicxx", path=path):
         return compiler, _output([compiler, "-show"], env)
-    raise HpctrainError("HT911.found-mpicxx", detail=f"MPI_HOME={home}" if home else "on the PATH")
+    raise HpctrainError("HT911.no-mpicxx", place=f"MPI_HOME={home}" if home else "the PATH")
 
 
 def _output(command: list[str], env: Mapping[str, str]) -> str:
@@ -160,9 +161,9 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     path = env.get("PATH")
     compiler = next((found for name in names if (found := shutil.which(name, path=path))), "")
     if not compiler:
-        reason = f"found no C++ compiler: {', '.join(names)}"
+        reason = f"no C++ compiler ({', '.join(names)}) on the PATH"
     elif not shutil.which("make", path=path):
-        reason = "found no make"
+        reason = "no make on the PATH"
     else:
         with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
             probe = Path(folder) / "probe.cc"
@@ -177,4 +178,4 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
                     return
                 lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
                 reason = f"{compiler} does not compile C++{standard}: {lines[0]}"
-    raise HpctrainError("HT912.make-python-headers", reason=reason, standard=standard)
+    raise HpctrainError("HT912.cannot-compile", reason=reason, standard=standard)

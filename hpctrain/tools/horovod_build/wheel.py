@@ -74,7 +74,7 @@ def get(plan: Plan, env: Mapping[str, str], print_line: PrintLine) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise HpctrainError("HT916.cannot-write-cache", folder=folder, error=error) from None
     return _build(plan, standard, folder, env, print_line)
 
 
@@ -93,7 +93,9 @@ def _build(
             unfinished.replace(wheel)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
-            raise _unwritable(folder, error, f"take the wheel from {built}") from None
+            raise HpctrainError(
+                "HT916.cannot-copy-wheel", folder=folder, error=error, wheel=built
+            ) from None
     except HpctrainError:
         raise
     except BaseException:
@@ -102,12 +104,6 @@ def _build(
     shutil.rmtree(work, ignore_errors=True)
     print_line(f"built {wheel} ({wheel.stat().st_size / 1e6:.1f} MB)")
     return wheel
-
-
-def _unwritable(folder: Path, error: OSError, *fixes: str) -> HpctrainError:
-    return HpctrainError(
-        "HT916.cannot-write", folder=folder, strerror=error.strerror or error, fixes=fixes
-    )
 
 
 def _compile(
@@ -124,9 +120,7 @@ def _compile(
         ("download", "-q", *source, f"horovod=={VERSION}"),
     ):
         if code := run(pip(*words), env, log, print_line):
-            raise HpctrainError(
-                "HT913.pip-could-download", code=code, excerpt=excerpt(log), log=log
-            )
+            raise HpctrainError("HT913.download-failed", code=code, excerpt=excerpt(log), log=log)
     for archive in work.glob("horovod-*.tar.gz"):
         shutil.unpack_archive(archive, work)
     folder = work / f"horovod-{VERSION}"
@@ -137,7 +131,7 @@ def _compile(
     code = run(pip("wheel", *options, str(folder)), env, log, print_line)
     wheel = next(wheels.glob("*.whl"), None)
     if code != 0 or wheel is None:
-        raise HpctrainError("HT915.build-horovod-ended", code=code, excerpt=excerpt(log), log=log)
+        raise HpctrainError("HT915.build-failed", code=code, excerpt=excerpt(log), log=log)
     return wheel
 
 
@@ -166,7 +160,7 @@ def patch(folder: Path, plan: Plan, standard: int, env: Mapping[str, str]) -> No
             new = new.replace(f"@{name}@", str(value))
         content = file.read_text() if file.is_file() else ""
         if old not in content:
-            raise HpctrainError("HT914.horovod", change=change, old=old)
+            raise HpctrainError("HT914.modified-source", change=change)
         file.write_text(content.replace(old, new))
 
 

@@ -40,7 +40,7 @@ def LARC(  # noqa: N802, as Apex's class
     @torch.no_grad()
     def scale(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None:
-            raise UsageError("HT415.optimizer-step-closure-larc")
+            raise UsageError("HT415.closure-with-larc")
         decays.clear()
         for group in optimizer.param_groups:
             decay = group.get("weight_decay", 0)

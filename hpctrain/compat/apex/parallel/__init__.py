@@ -86,5 +86,5 @@ def convert_syncbn_model(
     """
     del channel_last
     if not torch.cuda.is_available():
-        raise UsageError("HT408.convert-syncbn-model")
+        raise UsageError("HT408.no-gpu")
     return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-any-return, no-untyped-call]
