@@ -12,7 +12,7 @@ from hpctrain.arguments.groups import COUNT, GROUPS, Group, positive
 from hpctrain.arguments.kinds import Number, check, option, shown
 from hpctrain.arguments.parser import marked
 from hpctrain.cluster.launchers import LONGEST_TIMEOUT
-from hpctrain.cluster.texts import nearest
+from hpctrain.cluster.texts import similar
 from hpctrain.errors import UsageError
 from hpctrain.precision import PRECISIONS
 
@@ -52,10 +52,9 @@ def foreign_names(given: Given) -> list[str]:
 
 
 def _unknown(name: str, known: Collection[str], in_dict: bool) -> UsageError:
-    near = nearest(name, known)
-    values = {"known": ", ".join(known), "correction": f"{near}=…" if near else ""}
+    corrections = [f"{near}=…" for near in similar(name, known, 2)]
     key = "HT501.unknown-name-in-dict" if in_dict else "HT501.unknown-keyword"
-    return UsageError(key, name=name, **values)
+    return UsageError(key, name=name, known=", ".join(known), corrections=corrections)
 
 
 # Types of the values.

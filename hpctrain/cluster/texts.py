@@ -12,6 +12,7 @@ __all__ = [
     "printable",
     "ranks_text",
     "shortened",
+    "similar",
     "user_name",
 ]
 
@@ -64,11 +65,22 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
         known: words to choose from.
         cutoff: smallest similarity, from 0 to 1.
     """
+    return next(iter(similar(word, known, 1, cutoff)), "")
+
+
+def similar(word: str, known: Iterable[str], number: int, cutoff: float = 0.6) -> list[str]:
+    """Return the known words that a misspelt word may mean, the most similar first.
+
+    Args:
+        word, known, cutoff: as for `nearest`.
+        number: max number of words.
+    """
     import difflib  # seldom needed
 
     by_form = {_form(one): one for one in known}
-    near = difflib.get_close_matches(_form(word), by_form, 1, cutoff)
-    return by_form[near[0]] if near else ""
+    return [
+        by_form[form] for form in difflib.get_close_matches(_form(word), by_form, number, cutoff)
+    ]
 
 
 def option_meant(message: str, options: Iterable[str]) -> str:

@@ -222,6 +222,9 @@ def test_dict_has_names_of_options_alone():
             hpctrain.Session({name: 5})
         assert caught.value.code == "HT501"
         assert caught.value.fixes[0] == f"{near}=…"
+    with pytest.raises(UsageError) as caught:
+        hpctrain.Session({"checkpoint_steps": 5})
+    assert caught.value.fixes[:2] == ("checkpoint_minutes=…", "checkpoint_every=…")
     with pytest.raises(UsageError, match="width= in the dict"):
         Options.of({"width": 64}, {})
 
