@@ -193,7 +193,7 @@ def loader_of(name, opened, workers):
     names = {
         "args": SimpleNamespace(data=DATA),
         "session": SimpleNamespace(**{**vars(opened), "workers": workers}),
-        "Lines": launches.example("streaming").Lines,
+        "Lines": launches.example("streams").Lines,
     }
     exec(blocks[0].replace(old, new), names)
     return names["loader"]

@@ -13,7 +13,7 @@ import launches
 import pytest
 import ranks
 import torch
-from by_hand import gan, language_model, simclr, streaming
+from by_hand import gan, language_model, simclr, streams
 from checkpoints import load_newest
 
 import hpctrain
@@ -31,7 +31,7 @@ OPTIONS = {
     ),
     "gan": ("--global-batch", "240", "--max-steps", "7", "--log-every", "1"),
     "simclr": ("--global-batch", "120", "--max-steps", "13", "--log-every", "1"),
-    "streaming": ("--global-batch", "96", "--epochs", "2", "--log-every", "1"),
+    "streams": ("--global-batch", "96", "--epochs", "2", "--log-every", "1"),
 }
 NAMES = sorted(OPTIONS)
 KILLED_AT = 6
@@ -116,11 +116,11 @@ def simclr_by_hand(size):
     return flat(model.parameters())
 
 
-def streaming_by_hand(size):
+def streams_by_hand(size):
     torch.manual_seed(SEED)
-    model = launches.example("streaming").model_of().double()
+    model = launches.example("streams").model_of().double()
     files = sorted(Path("data/lines").glob("train-*.csv"))
-    streaming.train(model, files, size, 96, 2, SEED, 1e-3)
+    streams.train(model, files, size, 96, 2, SEED, 1e-3)
     return flat(model.parameters())
 
 
@@ -189,7 +189,7 @@ def test_example_killed_and_resumed_has_the_bits_of_an_undisturbed_run(name, tmp
 def test_streaming_example_resumes_by_the_state_of_its_loader(tmp_path, monkeypatch, lacking):
     if importlib.util.find_spec("torchdata") is None:
         lacking("torchdata", "no module named torchdata")
-    log = killed_and_resumed("streaming", tmp_path, monkeypatch)
+    log = killed_and_resumed("streams", tmp_path, monkeypatch)
     assert "fetched and dropped" not in log
 
 
@@ -202,5 +202,5 @@ def train_without_torchdata(*arguments):
 def test_streaming_example_without_torchdata_resumes_by_the_state_of_its_data_set(
     tmp_path, monkeypatch
 ):
-    log = killed_and_resumed("streaming", tmp_path, monkeypatch, torchdata=False)
+    log = killed_and_resumed("streams", tmp_path, monkeypatch, torchdata=False)
     assert "batches are fetched and dropped" not in log

@@ -1,4 +1,4 @@
-"""The training of examples/streaming.py in plain torch: one process has the streams of all ranks.
+"""The training of examples/streams.py in plain torch: one process has the streams of all ranks.
 
 A step takes a batch of each stream, and an epoch ends with the shortest stream.
 """
