@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,10 @@ class Metrics:
     separate row with the number of that step. The means over all ranks take one sum. It begins when
     all ranks are known to have the same rows, and is read when complete: no step waits for it.
 
+    How many rows a sum covers depends on the time, and in which order a library adds the numbers of
+    the ranks depends on their place in the message. So with `--deterministic` each rank has a place
+    of its own for each number, and the numbers are added in the order of the ranks.
+
     Args:
         backend: backend of the ranks to average over.
         directory: run directory.
@@ -72,6 +76,7 @@ class Metrics:
     ) -> None:
         self._backend, self._events = backend, events or Events()
         self._on_host = backend.device.type == "cpu"
+        self._in_order = torch.are_deterministic_algorithms_enabled() and backend.world_size > 2
         self._now: dict[str, _Sum] = {}  # values of the current step
         self._window: dict[str, _Sum] | None = None  # values of the steps since the last row
         self._last = (0, 0)  # the last of these steps, and its epoch
@@ -186,6 +191,9 @@ class Metrics:
         if rows:
             self.flush()
             numbers = [total for row in rows for total, _ in row.sums.values()]
+            if self._in_order:
+                ranks, own = range(self._backend.world_size), self._backend.rank
+                numbers = [total if rank == own else 0.0 for total in numbers for rank in ranks]
             self._sum = rows, self._backend.sum_async(numbers)
 
     def poll(self) -> None:
@@ -243,9 +251,11 @@ class Metrics:
         rows, sums = self._sum
         self._sum = None
         values = iter(sums.values())
+        places = self._backend.world_size if self._in_order else 1
         for row in rows:
             for name, (_, count) in row.sums.items():
-                row.numbers[name] = next(values) / (count * self._backend.world_size)
+                total = sum(islice(values, places))
+                row.numbers[name] = total / (count * self._backend.world_size)
             row.done = True
             if not row.training:
                 self._note(row.head["step"], row.numbers)

@@ -80,7 +80,7 @@ def test_init_leaves_open_what_slurm_does_not_say():
 def test_init_overwrites_no_file(name, capsys):
     Path(name).write_text("mine")
     assert main(["init"]) == 2
-    assert capsys.readouterr().err.startswith(f"hpctrain: error: {name} exists\n")
+    assert capsys.readouterr().err.startswith(f"hpctrain: error: {name} exists already\n")
     assert [path.name for path in Path().iterdir()] == [name]
     assert Path(name).read_text() == "mine"
 

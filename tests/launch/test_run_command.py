@@ -220,7 +220,7 @@ def test_failed_start_of_a_rank_ends_all_ranks(script, background):
     start = background(["bash", "-c", command], MARK="no-room")
     _, err = start.communicate(timeout=60)
     assert start.returncode == 1
-    assert "cannot be started on this machine" in err
+    assert "cannot be started on this node" in err
     assert "ulimit -n" in err
     until(lambda: not processes.having("MARK=no-room", "environ"))
 

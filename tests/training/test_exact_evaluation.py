@@ -111,7 +111,7 @@ def refusals():
 def test_evaluation_errors_are_raised_on_all_ranks(run):
     results = ranks.values(run(3, refusals))
     for outside, nothing in results:
-        assert "1 targets are 4 or more" in outside[0]
+        assert "got targets of 4 or more: 1" in outside[0]
         assert "no sample to score" in nothing[0]
     assert [outside[1] for outside, _ in results] == [False, True, True]
 

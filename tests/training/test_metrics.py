@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from hpctrain.backends.base import Work
 from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
 from hpctrain.rundir import RunDirectory
@@ -110,6 +111,37 @@ def test_metrics_sums_are_read_one_row_later():
     assert read == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
     # Sums that have begun are still read where ranks wait for each other.
     assert consensus.now({"step": float(step)}, "")["step"] == 2 * begins[-1] + 2 * 19
+
+
+class Several(Single):
+    """A rank of several; the test says what the sums over the ranks are."""
+
+    def sum_async(self, numbers):
+        self.sent = numbers
+        return Work(self.sums)
+
+
+def test_means_of_deterministic_runs_are_added_in_the_order_of_the_ranks():
+    """Another place in the message, as of a later row, must not change the last bit."""
+    backend = Several(None, torch.device("cpu"), None)
+    backend.rank, backend.world_size = 1, 3
+    backend.sums = [0.1, 0.2, 0.3, 0.3, 0.2, 0.1]
+    trim(RunDirectory("run"), 0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        metrics = Metrics(backend, RunDirectory("run"), 0)
+        metrics.add({"loss": 0.2, "score": 4.0})
+        metrics.end_step(1, 0)
+        metrics.end_row()
+        metrics.offer()
+        metrics.accept()
+        metrics.flush()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert backend.sent == [0.0, 0.2, 0.0, 0.0, 4.0, 0.0]
+    assert metrics.last["loss"] == (0.1 + 0.2 + 0.3) / 3
+    assert metrics.last["score"] == (0.3 + 0.2 + 0.1) / 3
+    assert metrics.last["loss"] != metrics.last["score"]
 
 
 def test_metrics_error_on_rank_0_is_raised(single):

@@ -680,10 +680,10 @@ def resume_with_a_damage_that_rank_2_reads(damaged):
 
         real = checkpoint.open_checkpoint
 
-        def refuse(folder, step, **keywords):
+        def refuse(folder, step, *arguments, **keywords):
             if step == damaged:
                 raise CheckpointError.of_text("HT707", "rank-00002.bin has changed")
-            return real(folder, step, **keywords)
+            return real(folder, step, *arguments, **keywords)
 
         checkpoint.open_checkpoint = refuse
     return train(resume=True)
