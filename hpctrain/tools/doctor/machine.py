@@ -192,14 +192,8 @@ def try_gpu(torch: ModuleType, index: int) -> str | Finding:
         torch.ones(1, device=f"cuda:{index}").add(1).item()
     except RuntimeError as failure:
         built, error = " ".join(torch.cuda.get_arch_list()) or "no GPU", first_line(failure)
-        values = {
-            "index": str(index),
-            "gpu": gpu,
-            "error": error,
-            "architectures": built,
-            "architecture": arch,
-        }
-        return finding("GPU {index}.fails", **values)
+        found = f"{gpu}: {error}; torch has code for {built}"
+        return finding("GPU {index}.fails", index=index, found=found, arch=arch)
     return gpu
 
 
