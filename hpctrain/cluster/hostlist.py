@@ -115,10 +115,8 @@ def _numbered(text: str, ranges: str, name: str) -> list[str]:
 def _joined(lists: list[list[str]]) -> list[str]:
     """Return the names of a term; after the last bracket the first one changes, then the second."""
     *others, last = lists
-    if len(others) < 2:
-        return [head + name for head in others[0] for name in last] if others else last
-    turned = itertools.product(*reversed(others), last)
-    return ["".join((*parts[-2::-1], parts[-1])) for parts in turned]
+    heads = ["".join(reversed(parts)) for parts in itertools.product(*reversed(others))]
+    return [head + name for head in heads for name in last]
 
 
 def _too_many(text: str) -> UsageError:

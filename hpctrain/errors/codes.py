@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Code", "Message", "codes", "is_key", "message"]
+__all__ = ["Code", "Message", "codes", "filled", "is_key", "message"]
 
 _KEY = re.compile(r"(HT\d{3})\.([a-z0-9-]+)")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
@@ -89,7 +89,11 @@ def message(key: str, **values: object) -> Message:
         KeyError: there is no such message, or a value is missing.
     """
     code, _, name = key.partition(".")
-    template = codes()[code].messages[name]
+    return filled(codes()[code].messages[name], values)
+
+
+def filled(template: Message, values: Mapping[str, object]) -> Message:
+    """Return a template with its placeholders filled in, as `message` does."""
     fixes: list[str] = []
     for fix in template.fixes:
         several = values.get(fix[1:-1]) if fix.startswith("{") else None
@@ -98,7 +102,7 @@ def message(key: str, **values: object) -> Message:
         else:
             fixes.append(_fill(fix, values))
     return Message(
-        code,
+        template.code,
         _fill(template.found, values),
         _fill(template.expected, values),
         tuple(filter(None, fixes)),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import environments
@@ -27,7 +28,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.errors.codes import Code, codes
 from hpctrain.tools.doctor import machine
 from hpctrain.tools.doctor import ranks as of_ranks
-from hpctrain.tools.doctor.report import Finding, Report, merged, to_send
+from hpctrain.tools.doctor.report import Finding, Report, finding, merged
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "schemas").glob("*.json")}
@@ -408,7 +409,9 @@ def report(capsys, entries, wrong=None):
     size = len(entries.entries)
     whole = Report(facts, World(0, size, 0, launcher="slurm"), True)
     # The findings of all ranks, as the rendezvous brings them.
-    brought = json.loads(json.dumps([to_send([machine.about_horovod(None)])] * size))
+    brought = json.loads(
+        json.dumps([[asdict(finding("horovod.fails", reason="it crashes"))]] * size)
+    )
     refused = Finding.of(
         "GPU", UsageError.of_text("HT113", "one GPU", "two GPUs", "start one rank")
     )
@@ -439,11 +442,11 @@ def test_doctor_json_without_a_sum_fits_its_schema(capsys):
 
 
 def test_doctor_json_of_this_machine_fits_its_schema(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(machine, "check_horovod", lambda: machine.about_horovod((0, "0.28.1")))
+    monkeypatch.setattr(machine, "check_horovod", lambda: "0.28.1")
     code = main(["doctor", "--json", "--run-dir", str(tmp_path)])
     document = hold("doctor", capsys.readouterr().out)
     assert code == int(any(one["level"] == "problem" for one in document["findings"]))
-    assert (document["machine"]["launcher"], document["ranks"]) == ("none", [])
+    assert (document["machine"]["launcher"], len(document["ranks"])) == ("none", 1)
     refuses_all_changes("doctor", document)
 
 

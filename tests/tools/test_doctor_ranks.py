@@ -13,6 +13,7 @@ import ranks
 from hpctrain.tools import doctor
 from hpctrain.tools.doctor import machine
 from hpctrain.tools.doctor import ranks as of_ranks
+from hpctrain.tools.doctor.report import finding
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
 DOCTOR = ["-m", "hpctrain", "doctor"]
@@ -70,7 +71,7 @@ def test_doctor_under_hpctrain_run_in_text(tmp_path):
     lines = done.stdout.splitlines()
     assert all(line.startswith("0: ") for line in lines)
     output = done.stdout
-    assert "3 on 3 hosts" in output
+    assert "3 (hosts: 3)" in output
     for rank in range(3):
         assert f"node{rank + 1}           rank {rank}: cpu" in output
     assert "exact sums at all ranks over gloo" in output
@@ -97,7 +98,7 @@ def test_doctor_shows_a_rank_with_other_variables_and_no_secret():
 
 def loses_torch(rank):
     if rank == 2:
-        broken = machine.broken_torch("OSError: libcublas.so.13")
+        broken = finding("torch.broken", python="python3", error="libcublas.so.13")
         machine.import_torch = lambda: (None, broken)
 
 
@@ -155,7 +156,7 @@ def test_doctor_names_a_rank_whose_clock_is_behind():
     _, output = output_of_rank_0(ranks.run(3, examines, None, set_clock_back, layout=(1, 1, 1)))
     warned = subjects(json.loads(output), "warning")["clocks"]
     assert warned["ranks"] == [2]
-    assert warned["found"].endswith(" s behind rank 0's")
+    assert warned["found"].startswith("up to -")
 
 
 def change_folder(rank):
