@@ -5,6 +5,7 @@
 
 import functools
 import re
+import shlex
 import string
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,7 +80,7 @@ def message(key: str, **values: object) -> Message:
     """Return a message with its placeholders filled in.
 
     A fix that is one placeholder becomes one fix for each item of a list or another iterable. Empty
-    fixes are omitted.
+    fixes are omitted, and paths in them are quoted for a shell where that is needed.
 
     Args:
         key: key of the message.
@@ -100,7 +101,7 @@ def filled(template: Message, values: Mapping[str, object]) -> Message:
         if isinstance(several, Iterable) and not isinstance(several, str):
             fixes += several
         else:
-            fixes.append(_fill(fix, values))
+            fixes.append(_Typed().vformat(fix, (), values))
     return Message(
         template.code,
         _fill(template.found, values),
@@ -113,6 +114,15 @@ def _capitals(template: str) -> str:
     """Return a template with the names of its placeholders in capitals: `--seed {seed}`, `SEED`."""
     parts = string.Formatter().parse(template)
     return "".join(text + _LAST.findall(name or "")[-1].upper() for text, name, _, _ in parts)
+
+
+class _Typed(string.Formatter):
+    """Formatter of a text to type."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if isinstance(value, Path):
+            return shlex.quote(str(value))
+        return super().format_field(value, format_spec)
 
 
 def _fill(template: str, values: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import stat
 import sys
 import time
@@ -581,7 +582,7 @@ def test_nproc_per_node_that_does_not_fit_the_hosts_of_the_job_is_refused(nproc)
 def started_plan(hosts, used, slurm, tmp_path, variables=JOB):
     """Run an attempt with a fake srun, and return the plan that it gets for the agents."""
     seen = tmp_path / "seen"
-    slurm.command("srun", more=f"env > {seen}")
+    slurm.command("srun", more=f"env > {shlex.quote(str(seen))}")
     folder = tmp_path / "attempt"
     folder.mkdir()
     environ = {**variables, **slurm.env, "SLURM_NTASKS": "5", "SLURM_CPU_BIND": "none"}

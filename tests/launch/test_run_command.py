@@ -248,7 +248,7 @@ def test_kill_9_of_hpctrain_run_leaves_no_rank_no_child_and_no_file(script, back
     os.kill(start.pid, signal.SIGKILL)
     start.wait(timeout=60)
     until(lambda: not processes.having(mark, "environ"))
-    folder = Path(lines[0].split()[2])
+    folder = Path(lines[0].split(maxsplit=2)[2].rstrip())
     until(lambda: not folder.exists() and not processes.having(folder))
 
 

@@ -320,7 +320,7 @@ def test_direct_starts_each_rank_as_a_task_of_srun(slurm, monkeypatch, cpus):
 def test_direct_names_a_killed_rank_which_has_left_no_record(slurm, capfd):
     """The others have lost it, and srun ends as a process that was killed."""
     lost = '{"time": 1, "caused_by_other_rank": true, "description": "lost", "pid": 1}'
-    record = "cd $HPCTRAIN_EVIDENCE; for rank in 0 1 2; do echo node$rank >session-$rank; done\n"
+    record = 'cd "$HPCTRAIN_EVIDENCE"; for rank in 0 1 2; do echo node$rank >session-$rank; done\n'
     slurm.command("srun", more=f"{record}echo '{lost}' | tee failure-0 >failure-1; exit 137")
     assert main(["run", "--direct", "--max-attempts", "1", "--", "program"]) == 137
     assert "rank 2 on node2 failed first, with signal SIGKILL\n" in capfd.readouterr().err
@@ -439,8 +439,8 @@ def records(**ranks):
             "description": f"ValueError: of {rank}",
             "pid": 1,
         }
-        lines.append(f"echo node{rank + 1} > $HPCTRAIN_EVIDENCE/session-{rank}; ")
-        lines.append(f"echo '{json.dumps(found)}' > $HPCTRAIN_EVIDENCE/failure-{rank}; ")
+        lines.append(f'echo node{rank + 1} > "$HPCTRAIN_EVIDENCE/session-{rank}"; ')
+        lines.append(f"echo '{json.dumps(found)}' > \"$HPCTRAIN_EVIDENCE/failure-{rank}\"; ")
     return "".join(lines)
 
 
@@ -454,7 +454,8 @@ def test_first_failure_of_direct_is_that_of_the_wall_clock(slurm, capfd):
 @pytest.mark.parametrize("killed", [1, 2])
 def test_killed_rank_of_direct_is_named_if_it_is_the_only_one(slurm, capfd, killed):
     lines = records(a=(9.0, 100.0, True), b=(9.0, 100.0, True))
-    lines += "".join(f"echo n > $HPCTRAIN_EVIDENCE/session-{5 + rank}; " for rank in range(killed))
+    more = (f'echo n > "$HPCTRAIN_EVIDENCE/session-{5 + rank}"; ' for rank in range(killed))
+    lines += "".join(more)
     run(f"{lines}kill -9 $$", "--max-attempts", "1")
     assert ("rank 5 on n failed first" in capfd.readouterr().err) == (killed == 1)
 

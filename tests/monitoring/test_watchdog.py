@@ -684,7 +684,8 @@ def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatc
 def test_shared_memory_of_another_user_is_refused(tmp_path, monkeypatch):
     """Make the file of the heartbeats, readable for other users, before the start."""
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
-    (tmp_path / "open").touch(mode=0o644)
+    (tmp_path / "open").touch()
+    (tmp_path / "open").chmod(0o644)  # whatever the umask is
     with pytest.raises(PermissionError):
         take("open", 0)
 

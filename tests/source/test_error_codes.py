@@ -137,6 +137,14 @@ def test_message_lists_each_fix_of_a_list_and_omits_empty_ones(monkeypatch):
     assert message("HT999.many", a=1, b=["x", "y"], c="").fixes == ("x", "y", "d")
 
 
+def test_paths_in_fixes_are_quoted_for_a_shell_and_those_in_facts_are_not():
+    error = HpctrainError(
+        "HT916.cannot-copy-wheel", folder=Path("a b"), error="", wheel=Path("a b")
+    )
+    assert error.found.startswith("cannot write a b:")
+    assert "pip install 'a b' (the wheel that was built)" in error.fixes
+
+
 def test_exception_of_a_script_keeps_its_text_and_arguments():
     class Own(UsageError):
         def __init__(self, number):

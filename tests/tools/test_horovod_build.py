@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -344,7 +345,7 @@ def test_wheel_cache_has_no_partial_wheel_after_disk_full(compiled, monkeypatch)
     monkeypatch.setattr(shutil, "copyfile", write_half)
     with pytest.raises(HpctrainError, match="No space left") as caught:
         wheel.get(CPU, compiled[1], quiet)
-    built = caught.value.fixes[1].split()[2]
+    built = shlex.split(caught.value.fixes[1])[2]
     assert Path(built).read_bytes() == b"whole"
     assert [path.name for path in wheel.place(CPU, compiled[1]).iterdir()] == []
 
