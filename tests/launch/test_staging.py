@@ -160,7 +160,7 @@ def test_only_copies_of_earlier_starts_of_the_job_are_removed(host):
     [
         ({"code": "missing"}, "No such file or directory: 'missing'"),
         ({"data": "images.tar"}, "Not a directory: 'images.tar'"),
-        ({"environment": "missing.tar"}, "missing.tar: Cannot open"),
+        ({"environment": "missing.tar"}, "tar: missing.tar: "),
         ({"environment": "images.tar"}, "images.tar has no bin/ at its top"),
     ],
 )

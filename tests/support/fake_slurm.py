@@ -24,6 +24,7 @@ if "format" in options:
     for job in jobs:
         print(job["JobID"], job["NodeList"])
     sys.exit()
+sys.stdout.reconfigure(errors="surrogateescape")  # bytes, as squeue prints, in any locale
 columns = [one.partition(":0") for one in options["Format"].split(",")]
 for job in jobs:
     print("".join(job[name] + end for name, _, end in columns))
