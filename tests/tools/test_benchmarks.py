@@ -21,8 +21,12 @@ def modules(monkeypatch, tmp_path):
     """Return the names of all modules of benchmarks/, which the test can import."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's compiler sets it
+    names = {path.stem for path in BENCHMARKS.glob("*.py")} - {"__main__"}
     before = dict(sys.modules)
-    yield sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"__main__"})
+    for name in names & before.keys():  # an example of the same name, which another test has loaded
+        del sys.modules[name]
+    yield sorted(names)
+    sys.modules.update({name: before[name] for name in names & before.keys()})
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "") or "").startswith(str(BENCHMARKS)):
             del sys.modules[name]
