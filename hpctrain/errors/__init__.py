@@ -73,7 +73,10 @@ class HpctrainError(Exception):
         """Return an error with the text of another one, from another process or with a prefix.
 
         Args:
-            code, found, expected, fixes: the attributes of the error.
+            code: code of the error, such as "HT501", or "".
+            found: what is wrong.
+            expected: what would be right, or "".
+            fixes: commands or settings, each of which removes the cause.
         """
         error = cls.__new__(cls)
         error._set(code, found, expected, *fixes)
@@ -127,7 +130,10 @@ def repeated(kind: str, code: str, found: str, expected: str = "", *fixes: str) 
 
     Args:
         kind: class name of the error.
-        code, found, expected, fixes: the attributes of the error.
+        code: code of the error.
+        found: what is wrong.
+        expected: what would be right.
+        fixes: the fixes of the error.
     """
     kinds = {subclass.__name__: subclass for subclass in _kinds(HpctrainError)}
     error = kinds.get(kind, HpctrainError).of_text(code, found, expected, *fixes)

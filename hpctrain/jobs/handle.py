@@ -171,12 +171,10 @@ class Job:
         if failed and (first is None or outcomes[first] is not None):
             if first is None:
                 first = min(failed, key=lambda rank: self._record.result(rank).stat().st_mtime_ns)
-            node = (named and named[2]) or "an unknown node"
             _, trace = outcomes[first] or ("", "")
-            text = str(trace).rstrip()
-            return HpctrainError(
-                "HT822.rank-failed", rank=first, job=self, node=node, traceback=text
-            )
+            text, node = str(trace).rstrip(), named and named[2]
+            key = "HT822.rank-failed-on-node" if node else "HT822.rank-failed"
+            return HpctrainError(key, rank=first, job=self, node=node, traceback=text)
         key = "HT823.run-failed" if first is None else "HT823.rank-failed"
         rank = outcomes.index(None) if first is None else first
         reason = reason or f"rank {rank} of {self.ranks} has no result"

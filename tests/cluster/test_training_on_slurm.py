@@ -71,7 +71,7 @@ def test_sbatch_language_model_divides_a_gpt_among_three_hosts(cluster, checkout
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["world_size"], summary["backend"]) == ("done", 3, "fsdp")
     assert summary["metrics"]["eval_loss"] < 3.2  # of 4.9 for characters that are drawn at random
-    assert "fsdp gathers the weights of one of 2 TransformerEncoderLayer at a time" in log
+    assert "fsdp gathers the weights of one of 2 Block at a time" in log
 
 
 @pytest.mark.slow

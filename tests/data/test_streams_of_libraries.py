@@ -256,7 +256,15 @@ DEFAULT = {("tar: jpg + cls", 2), ("MDS", 0), ("stream of datasets", 0)}
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        pytest.param(name, workers, marks=() if (name, workers) in DEFAULT else pytest.mark.slow)
+        pytest.param(
+            name,
+            workers,
+            marks=[
+                *([] if (name, workers) in DEFAULT else [pytest.mark.slow]),
+                # Two jobs of MosaicML Streaming that start together on one node can collide there.
+                *([pytest.mark.xdist_group("streaming")] if name == "MDS" else []),
+            ],
+        )
         for name in LAYOUTS
         for workers in (0, 2)
     ],

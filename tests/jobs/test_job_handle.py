@@ -77,7 +77,7 @@ def test_job_result_names_first_failed_rank_with_traceback(slurm):
     job = find(folder)
     with pytest.raises(HpctrainError) as caught:
         job.results()
-    found = "rank 2 of 3 of job 7 failed on an unknown node:\nTraceback\nValueError: why"
+    found = "rank 2 of 3 of job 7 failed:\nTraceback\nValueError: why"
     fix = "job.logs(2) (returns the output of the rank)"
     assert (caught.value.code, caught.value.found) == ("HT822", found)
     assert caught.value.fixes == (fix,)

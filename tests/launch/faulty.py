@@ -18,6 +18,9 @@ import torch
 
 import hpctrain
 
+# A shell without job control ignores it for what it starts in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 FAULT, VICTIM, PLACE, AT = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 rank = hpctrain.detect().rank
 asked = threading.Event()

@@ -23,7 +23,7 @@ for name in ("hpctrain", *("hpctrain." + part for part in sys.argv[1:])):
         getattr(module, public)
 """
 # The packages whose names are for scripts; those of hpctrain itself are the first.
-PARTS = ("compat.apex", "data", "jobs", "optim")
+PARTS = ("compat.apex", "data", "jobs")
 
 
 def run(*command, cwd, code=0):

@@ -54,7 +54,8 @@ def check_sweep(folder, launcher):
         assert f"{summary['metrics']['top1']:.1%}" == f"{value}%"
         (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
         options, world = start["options"], start["world"]
-        assert (options["lr"], options["global_batch"]) == (float(lr), int(batch))
+        first = json.loads((run / "metrics.jsonl").read_text().partition("\n")[0])
+        assert (first["lr"], options["global_batch"]) == (float(lr), int(batch))
         assert (world["launcher"], world["world_size"]) == (launcher, 2)
     # The weights that were loaded score as the best run did.
     (best,) = (value for *_, mark, value in rows if mark)
