@@ -123,7 +123,7 @@ fi
 options=(-rs ${strict:+--strict-parts} ${slurm:+-m slurm})
 if [ -n "$torch" ]; then
     options+=(-m 'not (slurm or horovod)')
-    options+=(tests/{backends,checkpoint,compat,data,monitoring,optim,precision,process,training})
+    options+=(tests/{backends,checkpoint,compat,data,monitoring,precision,process,training})
 fi
 [ "$tier" = default ] || options+=("--$tier")
 # Ranks wait for each other, and jobs for Slurm, about half of the time: two workers a core. On a GPU
