@@ -130,7 +130,12 @@ def test_migrate_apex_script_trains_with_compat_imports(scripts):
 )
 def test_migrate_scripts_that_start_their_ranks_train(script, scripts):
     command = BEFORE[script]
-    done = launches.start(["bash", "-c", command], scripts, PATH=PATH, MASTER_PORT=free_port())
+    for _ in range(3):
+        done = launches.start(["bash", "-c", command], scripts, PATH=PATH, MASTER_PORT=free_port())
+        # A thread of gloo that wants the GIL while plain torch's interpreter ends aborts it, about
+        # once in thirty on a busy machine (pull request 179291 of PyTorch).
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     assert accuracy(done.stdout) >= ACCURACY
     assert (scripts / "model.pt").is_file()
