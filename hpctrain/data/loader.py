@@ -93,9 +93,9 @@ class Loader:
 
 
 def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[Any]:
-    """Yield the batches; report the weight of each one first, if it is another one than before.
+    """Yield the batches; report the weight of each one first, unless all weights so far are 1.
 
-    Only then, because a loader of the session may be inside, which reports its own.
+    A loader of the session may be inside, which reports its own.
 
     Args:
         batches: micro-batches of this rank, and their weights.
@@ -104,7 +104,7 @@ def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[An
     last = 1.0
     try:
         for batch, weight in batches:
-            if weight != last:
+            if weight != 1.0 or last != 1.0:  # the session has set it to 1 after a micro-batch
                 events.weight(weight)
                 last = weight
             yield batch

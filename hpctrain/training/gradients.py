@@ -209,6 +209,8 @@ class Gradients:
         """
         if self._stepped:
             self.end_step()
+        if self._context.weight != 1.0:
+            self._context.weight = 1.0
         following = 0 if stepped else self._micro_batch + self._passed
         if stepped:
             self._passes = 0

@@ -469,7 +469,8 @@ class Session(Collectives):
     def weight(self) -> float:
         """Weight of the current micro-batch in its step; 1 if all have as many samples.
 
-        Session's loaders set it; with a loader of your own, you can set it.
+        The session's loaders set it; with a loader of your own, set it in each micro-batch that
+        needs one. After the micro-batch it is 1 again.
         """
         return self._context.weight
 

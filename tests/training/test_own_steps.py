@@ -440,3 +440,27 @@ def test_norm_can_only_be_measured(tmp_path, monkeypatch):
         optimizer.zero_grad()
 
     assert train(measured, run_dir="measured")[0] == train(short, run_dir="short")[0]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_weight_holds_for_one_micro_batch(tmp_path, monkeypatch, own):
+    monkeypatch.chdir(tmp_path)
+    moves = []
+    with session(batch_size=1, precision="fp64", run_dir="run") as opened:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        model, optimizer = opened.prepare(model, optimizer)
+        with opened.run() as run:
+            for step in run.steps(4):
+                before = model.weight.item()
+                if step == 1:
+                    opened.weight = 0.5
+                loss = model(torch.ones(1, 1, dtype=torch.float64)).sum()  # gradient 1
+                if own:
+                    optimizer.zero_grad()
+                    opened.backward(loss)
+                    optimizer.step()
+                else:
+                    opened.step(loss)
+                moves.append(before - model.weight.item())
+    assert moves == pytest.approx([1.0, 0.5, 1.0, 1.0])
