@@ -375,3 +375,31 @@ def test_model_without_values_is_refused(weights, source, buffer, text):
     for result in ranks.run(2, train_from, source and weights, "fsdp", True, buffer):
         assert isinstance(result, UsageError)
         assert text in str(result)
+
+
+def train_with_leftovers(backend, precision):
+    """Take a step of four micro-batches in each of two epochs of five; return the moves."""
+    torch.manual_seed(0)
+    options = {"backend": backend, "precision": precision, "accumulate": 4, "batch_size": 1}
+    with hpctrain.Session(**options, run_dir="run", epochs=2) as opened:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model, _ = opened.prepare(model, torch.optim.SGD(model[1].parameters(), 0.125))
+        moves = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for _ in run.batches(range(5)):
+                    with opened.autocast():
+                        loss = model(torch.ones(1, 4)).sum()  # each weight has the gradient 4
+                    if opened.step(loss):
+                        weight = opened.backend.whole(model[1].weight.detach())
+                        moves.append(weight.flatten().float().tolist())
+        return moves
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_batches_that_are_left_out_are_in_no_later_step(precision, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for moves in ranks.values(ranks.run(3, train_with_leftovers, "fsdp", precision)):
+        assert moves == [[0.5] * 4, [0.0] * 4]

@@ -64,6 +64,7 @@ class FSDP(ProcessGroup):
             dimensions = ("replicate", "shard")
         # After the check: an error must leave no process group open.
         super().__init__(rendezvous, device, settings)
+        self._divided: list[FSDPModule] = []
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=dimensions)
 
     @classmethod
@@ -109,6 +110,7 @@ class FSDP(ProcessGroup):
             if not isinstance(block, FSDPModule):
                 fully_shard(block, reshard_after_forward=self._own["reshard"], **arguments)
         fully_shard(model, reshard_after_forward=False, **arguments)
+        self._divided += [module for module in model.modules() if isinstance(module, FSDPModule)]
         if empty:
             allocate(model, "cpu" if self._own["offload"] else self.device)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -151,6 +153,21 @@ class FSDP(ProcessGroup):
         """Let the next backward pass average the gradients, or add them up on each rank."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(wanted)
+
+    def forget(self) -> None:
+        """Discard the gradients of full weights, which only the last micro-batch divides.
+
+        Optimizers do not have them, and torch has no public call for this. Source:
+        `FSDPParamGroup.post_backward` in torch/distributed/fsdp/_fully_shard, torch 2.14.1.
+        """
+        for module in self._divided:
+            state: Any = module._get_fsdp_state()
+            # Older releases of torch have one group of parameters for each module.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (one for group in groups if group for one in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # gathered at least once
+                    parameter._unsharded_param.grad = None
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Gather the parts of a tensor; called by all ranks."""
