@@ -418,3 +418,38 @@ def train_and_resume_unfrozen(cut):
     weights = train_and_unfreeze("whole", **options)
     train_and_unfreeze("cut", max_steps=cut, epochs=3)
     return weights, train_and_unfreeze("cut", resume=True, **options)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, points, number):
+        return self.experts[number](points)
+
+
+def train_experts(accumulate, deterministic=False):
+    """Train; each micro-batch uses another expert, and one process without them uses both."""
+    options = {"accumulate": accumulate, "deterministic": deterministic}
+    with session(batch_size=1, precision="fp64", seed=3, **options) as opened:
+        raw = Experts()
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            both = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
+            both = both.chunk(opened.world.world_size, dim=1)[opened.world.rank]
+            if accumulate == 1:
+                losses = [model(points, number).pow(2).mean() for number, points in enumerate(both)]
+                opened.step(torch.stack(losses).mean())
+            else:
+                for number, points in enumerate(both):
+                    opened.step(model(points, number).pow(2).mean())
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_layers_that_micro_batches_leave_out_are_found(deterministic):
+    (alone,) = ranks.values(ranks.run(1, train_experts, 1))
+    for weights in ranks.values(ranks.run(3, train_experts, 2, deterministic)):
+        assert weights == pytest.approx(alone, rel=1e-12)

@@ -39,8 +39,11 @@ def rehearse(
         inputs, keywords: arguments of that pass.
     """
     synchronizes = wrapped.require_backward_grad_sync
+    unused_allowed = wrapped.find_unused_parameters or wrapped.static_graph
     with _discarded([wrapped], next(wrapped.module.parameters()).device):
-        wrapped.require_backward_grad_sync = True
+        # A reducer that a forward pass has prepared refuses the next one before its backward pass.
+        # So without a backward pass, as below, it must not be prepared.
+        wrapped.require_backward_grad_sync = unused_allowed
         found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
             wrapped,
             *map_tensors(_detached_copy, list(inputs)),
@@ -49,9 +52,10 @@ def rehearse(
         outputs: list[Tensor] = []
         map_tensors(outputs.append, found)
         parts = [output.sum() for output in outputs if output.requires_grad]
-        unused_allowed = wrapped.find_unused_parameters or wrapped.static_graph
-        complete = unused_allowed or _complete(wrapped, parts)
-        if parts and complete:
+        if parts and not unused_allowed and _complete(wrapped, parts):
+            wrapped.require_backward_grad_sync = True
+            parts = [wrapped.attach(torch.stack(parts).sum())]  # type: ignore[operator]
+        if parts and wrapped.require_backward_grad_sync:
             torch.autograd.backward(parts)
         wrapped.require_backward_grad_sync = synchronizes
     # The weight copies in autocast's cache belong to the pass that is over.
@@ -104,9 +108,10 @@ def _complete(wrapped: DistributedDataParallel, outputs: Sequence[Tensor]) -> bo
 
 @contextlib.contextmanager
 def _discarded(models: Sequence[DistributedDataParallel], device: torch.device) -> Iterator[None]:
-    """Discard the gradients of a rehearsal, and restore random numbers and buffers after it.
+    """Discard the gradients of a rehearsal, and restore what was before it.
 
-    A forward pass may change the tensors of buffers or replace them.
+    These are random numbers, buffers and the gradients of earlier micro-batches. A forward pass may
+    change the tensors of buffers or replace them; gradients may be views of the messages.
     """
     random = random_states.capture(device)
     buffers = [
@@ -115,11 +120,14 @@ def _discarded(models: Sequence[DistributedDataParallel], device: torch.device) 
         for module in model.module.modules()
         for name, buffer in module._buffers.items()
     ]
+    parameters = [one for model in models for one in model.module.parameters()]
+    gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     yield
     random_states.put_back(random, device)
-    for model in models:
-        for parameter in model.module.parameters():
-            parameter.grad = None
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     for places, name, buffer, value in buffers:
         places[name] = buffer
         # A write would forbid the backward pass of a graph that has read the buffer, as that of
