@@ -52,9 +52,9 @@ def rehearse(
         outputs: list[Tensor] = []
         map_tensors(outputs.append, found)
         parts = [output.sum() for output in outputs if output.requires_grad]
-        if parts and not unused_allowed and _complete(wrapped, parts):
+        if not unused_allowed and _complete(wrapped, parts):  # on all ranks, so also parts
             wrapped.require_backward_grad_sync = True
-            parts = [wrapped.attach(torch.stack(parts).sum())]  # type: ignore[operator]
+            parts = [wrapped.attach(sum(parts))]  # type: ignore[operator]
         if parts and wrapped.require_backward_grad_sync:
             torch.autograd.backward(parts)
         wrapped.require_backward_grad_sync = synchronizes
