@@ -95,6 +95,10 @@ class Backend(ABC):
         device: device used by this rank.
         captures_stderr: whether to capture standard error, as the backend's library writes to it.
         sharded: whether each rank holds only a part of the weights and optimizer states.
+        reduction: what a step does with the gradients of the ranks: "mean", "sum", "adasum", which
+            combines updates, or "powersgd", which averages approximately.
+        buffers_gradients: whether gradients can be views of message buffers, which the next backward
+            pass overwrites.
         mismatch: key of the error when the backend's ranks differ from the launcher's.
     """
 
@@ -102,6 +106,8 @@ class Backend(ABC):
     transport: str
     captures_stderr: bool = False
     sharded: bool = False
+    reduction: str = "mean"
+    buffers_gradients: bool = False
     mismatch: str = "HT303.rank-differs"
     rank: int
     world_size: int

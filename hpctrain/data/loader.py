@@ -128,12 +128,12 @@ def evaluated(
         idle: function that returns at the end whether a rank had no batch; None if all ranks had
             equally many.
     """
-    events.phase(EVALUATING)
+    events.heartbeat.enter(EVALUATING)
     for number, batch in enumerate(batches):
         if length:
             events.evaluated(number, length)
         yield batch
-        events.phase(EVALUATING)
+        events.heartbeat.enter(EVALUATING)
     if (without := idle()) is not None:
         events.exhausted(without)
 

@@ -1,5 +1,6 @@
 """Interface of a precision, with its part of a step."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
-from hpctrain.precision.scaler import LossScaler, NonFinite
+from hpctrain.precision.scaler import LossScaler
 
-__all__ = ["Precision", "PrecisionSettings", "refuse_older_gpus"]
+__all__ = ["NonFinite", "Precision", "PrecisionSettings", "refuse_older_gpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Precision:
         takes: names of the supported settings.
         scaler: scaler of the loss; None without a loss scale.
         nonfinite: counter of the steps without finite numbers.
+        loss_divisor: with a loss scale, power of two that divides sums of losses before their
+            backward pass; None until the ranks have agreed on one.
     """
 
     name: ClassVar[str]
@@ -64,6 +67,7 @@ class Precision:
         self.scaler = (
             LossScaler(device, scale, settings.world_size) if scale not in (None, 1) else None
         )
+        self.loss_divisor: float | None = None
         self._as_it_is = nullcontext()
 
     @property
@@ -104,6 +108,10 @@ class Precision:
     def master(self, parameter: Tensor) -> Tensor:
         """Return the weights that the optimizer updates for a parameter: itself, or its master."""
         return parameter
+
+    def copy_of(self, master: Tensor) -> Tensor:
+        """Return the parameter that gets the gradients for what an optimizer updates."""
+        return master
 
     def masters(self) -> Sequence[Tensor]:
         """Return the master weights, if the models' weights are copies."""
@@ -150,19 +158,69 @@ class Precision:
         """Return the state that a resumed run needs."""
         if self.scaler is None:
             return {}
-        return {"scaler": self.scaler.state_dict(), "skipped": int(self.nonfinite.skipped)}
+        divisor = {} if self.loss_divisor is None else {"loss_divisor": self.loss_divisor}
+        skipped = int(self.nonfinite.skipped)
+        return {"scaler": self.scaler.state_dict(), "skipped": skipped, **divisor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
             self.nonfinite.skipped = state["skipped"]
+            self.loss_divisor = state.get("loss_divisor")
 
     def numbers(self) -> dict[str, Any]:
         """Return values for the rows of metrics, equal on all ranks; on a GPU they stay there."""
         if self.scaler is None:
             return {}
         return {"loss_scale": self.scaler.value(), "skipped": self.nonfinite.skipped}
+
+
+class NonFinite:
+    """Counter of steps whose loss is infinite or NaN, or whose gradients overflowed.
+
+    It does not wait for a GPU.
+
+    Args:
+        device: device used by this rank; on a GPU the counts stay there.
+
+    Attributes:
+        skipped: number of steps skipped after an overflow, equal on all ranks.
+        streak: number of consecutive steps without finite numbers, up to the last step, on this
+            rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
+        self._loss: Any = False  # whether a micro-batch of this step had a non-finite loss
+        self.skipped: Any = 0
+        self.streak: Any = 0
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Check the loss of a micro-batch."""
+        if self._on_host:
+            if not math.isfinite(loss.item()):
+                self._loss = True
+        else:
+            self._loss = self._loss | ~torch.isfinite(loss.detach())
+
+    def end_step(self, overflows: Sequence[Tensor]) -> None:
+        """Update the counts at the end of a step.
+
+        Args:
+            overflows: tensor of each optimizer, above 0 after an overflow; shape (1,) or ().
+        """
+        if self._on_host and not (overflows or self._loss or self.streak):
+            return  # nearly every step
+        left_out: Any = False
+        if overflows:
+            left_out = torch.stack([found.reshape(()) for found in overflows]).sum() > 0
+            if self._on_host:
+                left_out = left_out.item()
+        bad = self._loss | left_out
+        self.skipped = self.skipped + left_out
+        self.streak = (self.streak + 1) * bad
+        self._loss = False
 
 
 def refuse_older_gpus(device: torch.device, least: tuple[int, int], key: str) -> None:

@@ -114,6 +114,10 @@ class ApexO2(ApexO3):
         """Return the master of a parameter in half precision; else the parameter itself."""
         return self._masters.get(parameter, parameter)
 
+    def copy_of(self, master: Tensor) -> Tensor:
+        """Return the copy of a master in the model; else the parameter itself."""
+        return self._copies.get(master, master)
+
     def masters(self) -> Sequence[Tensor]:
         """Return all masters, in the order of the models' parameters."""
         return [master.detach() for master in self._masters.values()]

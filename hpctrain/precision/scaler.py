@@ -1,4 +1,4 @@
-"""Loss scale, dynamic or fixed, and the count of steps without finite numbers."""
+"""Loss scale, dynamic or fixed."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["LossScaler", "NonFinite"]
+__all__ = ["LossScaler"]
 
 _START = 2.0**16  # as GradScaler's and Apex's
 _LEAST_START = 2.0**10
@@ -44,6 +45,11 @@ class LossScaler(torch.amp.GradScaler):
             for found in state["found_inf_per_device"].values()
         ]
 
+    def skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether the last step of an optimizer was skipped, before `follow`."""
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        return any(float(one) > 0 for one in found)
+
     def follow(self) -> None:
         """Update the scale after a step."""
         if self.overflows():  # empty if no optimizer had gradients
@@ -64,50 +70,3 @@ class LossScaler(torch.amp.GradScaler):
         """Allow gradients in half precision, which O3 has and GradScaler refuses."""
         optimizer, inverse, found = args[:3]
         return super()._unscale_grads_(optimizer, inverse, found, True, **kwargs)
-
-
-class NonFinite:
-    """Counter of steps whose loss is infinite or NaN, or whose gradients overflowed.
-
-    It does not wait for a GPU.
-
-    Args:
-        device: device used by this rank; on a GPU the counts stay there.
-
-    Attributes:
-        skipped: number of steps skipped after an overflow, equal on all ranks.
-        streak: number of consecutive steps without finite numbers, up to the last step, on this
-            rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
-        self._loss: Any = False  # whether a micro-batch of this step had a non-finite loss
-        self.skipped: Any = 0
-        self.streak: Any = 0
-
-    def check_loss(self, loss: Tensor) -> None:
-        """Check the loss of a micro-batch."""
-        if self._on_host:
-            if not math.isfinite(loss.item()):
-                self._loss = True
-        else:
-            self._loss = self._loss | ~torch.isfinite(loss.detach())
-
-    def end_step(self, overflows: Sequence[Tensor]) -> None:
-        """Update the counts at the end of a step.
-
-        Args:
-            overflows: tensor of each optimizer, above 0 after an overflow; shape (1,) or ().
-        """
-        if self._on_host and not (overflows or self._loss or self.streak):
-            return  # nearly every step
-        left_out: Any = False
-        if overflows:
-            left_out = torch.stack([found.reshape(()) for found in overflows]).sum() > 0
-            if self._on_host:
-                left_out = left_out.item()
-        bad = self._loss | left_out
-        self.skipped = self.skipped + left_out
-        self.streak = (self.streak + 1) * bad
-        self._loss = False

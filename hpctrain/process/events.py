@@ -5,8 +5,10 @@ session or the run has set what then happens. No other call goes up.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from hpctrain.process.heartbeat import Heartbeat
 
 __all__ = ["Events"]
 
@@ -20,8 +22,7 @@ class Events:
     """Functions to call as something happens; each one does nothing unless it is set.
 
     Attributes:
-        phase: called by session, run and loaders with a phase of `hpctrain.process.phases` as it
-            begins; set by the run. Several times per step, so it takes less than a microsecond.
+        heartbeat: phase of this rank; session, run and loaders enter one as it begins.
         weight: called by a loader with the weight of the micro-batch that it returns next; 1 if all
             have the same number of samples; set by the session.
         evaluation: called by a loader before the first batch of an evaluation, on all ranks; set by
@@ -32,22 +33,18 @@ class Events:
             different numbers of batches, with whether a rank has none; set by the session.
         exchange: called before an exchange that belongs to an evaluation, with a text that is the
             same on all ranks; set by the session.
-        backward: called by the session before each backward pass; set by the run.
-        stepped: called as an optimizer has stepped or skipped an overflowed step; set by the run.
         row: called at rank 0 with each written row of metrics, and with whether it is a training
             row; set by the run.
     """
 
-    phase: Callable[[int], None] = _nothing
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     weight: Callable[[float], None] = _nothing
     evaluation: Callable[[], None] = _nothing
     evaluated: Callable[[int, int], None] = _nothing
     exhausted: Callable[[bool], None] = _nothing
     exchange: Callable[[str], None] = _nothing
-    backward: Callable[[], None] = _nothing
-    stepped: Callable[[], None] = _nothing
     row: Callable[[Mapping[str, Any], bool], None] = _nothing
 
     def close_run(self) -> None:
         """Unset what the run has set."""
-        self.phase = self.evaluated = self.backward = self.stepped = self.row = _nothing
+        self.evaluated = self.row = _nothing

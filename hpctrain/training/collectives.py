@@ -135,14 +135,14 @@ class Collectives:
         call = f"{_GATHER}{map_tensors(described, things, _refuse_value)}"
         sent = [as_bytes(tensor).to(self.backend.device) for tensor in tensors]
         self._gathered = True
-        self._events.phase(WAITING)
+        self._events.heartbeat.enter(WAITING)
         answers = ask(self.backend, call, json.dumps([len(one) for one in sent]))
         if {one.doing for one in answers} - {call, _NO_BATCH}:
             refuse_unlike_answers(answers)
         sizes = [json.loads(one.note) for one in answers]
         own = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8)
         gathered = exchange(self.backend, own, [sum(those) for those in sizes])
-        self._events.phase(EVALUATING)
+        self._events.heartbeat.enter(EVALUATING)
         parts = [
             torch.split(one, those) for one, those in zip(gathered, sizes, strict=True) if those
         ]
@@ -159,7 +159,7 @@ class Collectives:
         """
         doings = {_NO_BATCH} if self._gathered or idle else set()
         while doings:
-            self._events.phase(WAITING)
+            self._events.heartbeat.enter(WAITING)
             answers = ask(self.backend, _NO_BATCH, "[]")
             doings = {one.doing for one in answers} - {_NO_BATCH}
             if len(doings) > 1 or not all(one.startswith(_GATHER) for one in doings):
@@ -167,7 +167,7 @@ class Collectives:
             if doings:
                 counts = [sum(json.loads(one.note)) for one in answers]
                 exchange(self.backend, torch.empty(0, dtype=torch.uint8), counts)
-        self._events.phase(EVALUATING)
+        self._events.heartbeat.enter(EVALUATING)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Return a copy of one rank's tensor on every rank.

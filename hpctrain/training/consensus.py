@@ -133,10 +133,10 @@ def meet(backend: Backend, doing: str, events: Events | None = None, after: int 
         UsageError: the ranks do not do the same.
     """
     events = events or Events()
-    events.phase(WAITING)
+    events.heartbeat.enter(WAITING)
     if backend.world_size > 1:
         refuse_unlike_answers(ask(backend, doing))
-    events.phase(after)
+    events.heartbeat.enter(after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Context of a training on one rank: what its parts share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,10 +65,7 @@ class Context:
         datasets: data sets of the loaders, in the order in which the loaders were created.
         adopted: whether the batch size is that of a prepared loader.
         stream: loader of the script that the run is in, if its state may be in the checkpoint.
-        weight: weight of the current micro-batch in its step; 1 if all have the same number of
-            samples.
-        in_body: whether the loop is processing a batch of a run.
-        stepped: whether this batch of the run has ended a step.
+        rates_loaded: optimizers that have had no scheduler in this start, only in the checkpoint.
     """
 
     options: Options
@@ -95,9 +92,7 @@ class Context:
     datasets: list[Dataset[Any]] = field(default_factory=list)
     adopted: bool = False
     stream: SharedStream | None = None
-    weight: float = 1.0
-    in_body: bool = False
-    stepped: bool = False
+    rates_loaded: Sequence[Optimizer] = ()
 
     def share(self, loader: Any, split: bool = False) -> Shared:
         """Return a loader of the script as the ranks share it; see `data.share`."""

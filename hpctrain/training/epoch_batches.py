@@ -13,6 +13,7 @@ from hpctrain.data.shared_stream import SharedStream, end_together
 from hpctrain.errors import UsageError
 from hpctrain.training.consensus import meet, on_rank_zero
 from hpctrain.training.context import Context
+from hpctrain.training.step import Step
 
 __all__ = ["begin", "refuse_other_data"]
 
@@ -20,6 +21,7 @@ __all__ = ["begin", "refuse_other_data"]
 def begin(
     loader: Iterable[Any],
     context: Context,
+    step: Step,
     epoch: int,
     first: int,
     state: Any,
@@ -32,6 +34,7 @@ def begin(
     Args:
         loader: loader of `session.loader()`, or any other iterable of batches.
         context: context of the training.
+        step: step of the session.
         epoch: index of the epoch, from 0.
         first: number of micro-batches of this rank that are done.
         state: saved state of a loader of the script; None without one.
@@ -60,7 +63,7 @@ def begin(
     iterator = feed(iter(loader), context.placement)
     if shared.unequal:
         iterator = end_together(iterator, context.backend, events)
-    return _looked_at(weighed(iterator, events), context, see_samples), length
+    return _looked_at(weighed(iterator, events), step, see_samples), length
 
 
 def _share(loader: Any, inner: Any, context: Context, epoch: int, first: int, state: Any) -> Shared:
@@ -86,12 +89,12 @@ def _share(loader: Any, inner: Any, context: Context, epoch: int, first: int, st
 
 
 def _looked_at(
-    batches: Iterator[Any], context: Context, see_samples: Callable[[int], None]
+    batches: Iterator[Any], step: Step, see_samples: Callable[[int], None]
 ) -> Iterator[Any]:
     """Yield the batches of a loader created by the script; measure the first one."""
     for first in batches:
         count = own_loaders.samples(first)
-        if count is not None and context.weight == 1.0:  # else a smaller step
+        if count is not None and step.weight == 1.0:  # else a smaller step
             see_samples(count)
         yield first
         break

@@ -179,7 +179,7 @@ class Classification:
         # One exchange for everything, as float64, which is exact below 2⁵³.
         last = torch.stack([self._near.double(), self._loss])
         sums = self._backend.sum(torch.cat([self._guesses.double(), last])).cpu()
-        self._events.phase(IDLE)
+        self._events.heartbeat.enter(IDLE)
         table = sums[:-2].reshape(self._classes + 2, self._classes + 1)
         ignored, outside = int(table[0].sum()), int(table[-1].sum())
         guesses, (near, loss) = table[1:-1], sums[-2:].tolist()

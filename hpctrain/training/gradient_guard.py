@@ -1,16 +1,18 @@
 """Checks for calls that falsify gradients: backward(), zero_grad(), clipping, other optimizers."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
 from hpctrain.training.context import Context, parameters_of
+from hpctrain.training.prepared_optimizer import PreparedOptimizer, look
 
 __all__ = [
     "GradientGuard",
@@ -27,12 +29,16 @@ class GradientGuard:
     """Check of the gradients between the backward passes of `session.step`.
 
     It checks one parameter at each step, and all parameters at the first steps.
+
+    Attributes:
+        sentinel: parameter that is checked at each step.
+        left: steps left at which all parameters are checked.
     """
 
     def __init__(self) -> None:
         self._named: list[tuple[str, nn.Parameter]] = []
-        self._sentinel: nn.Parameter | None = None
-        self._left = 0  # steps left at which all parameters are checked
+        self.sentinel = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.left = 0
         self._seen: tuple[int, int] | None = None  # the sentinel's gradient, and its version
 
     def watch(self, context: Context) -> None:
@@ -44,34 +50,33 @@ class GradientGuard:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and id(context.precision.master(parameter)) in stepped
         ]
-        self._sentinel = self._named[-1][1] if self._named else None
-        self._left = _STEPS
+        if self._named:
+            self.sentinel = self._named[-1][1]
+        self.left = _STEPS
 
-    def before(self, first: bool) -> None:
-        """Check the gradients before the backward pass of a micro-batch.
-
-        Args:
-            first: whether it is the first micro-batch of its step.
+    def before_step(self) -> None:
+        """Check all gradients before the first backward pass of a step.
 
         Raises:
-            UsageError: a gradient is not from `session.step`, or was changed or cleared.
+            UsageError: a gradient is not from `session.step`.
         """
-        sentinel = self._sentinel
-        if sentinel is None:
-            return
-        if not first:
-            if self._seen is not None and self._seen != _look(sentinel):
-                raise UsageError("HT604.gradients-cleared")
-        elif self._left or sentinel.grad is not None:
-            self._left -= self._left > 0
-            for name, parameter in self._named:
-                if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
-                    raise UsageError("HT604.gradient-before-step", name=name)
+        self.left -= self.left > 0
+        for name, parameter in self._named:
+            if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
+                raise UsageError("HT604.gradient-before-step", name=name)
+
+    def before_micro_batch(self) -> None:
+        """Check the sentinel before the first backward pass of another micro-batch.
+
+        Raises:
+            UsageError: its gradient was changed or cleared.
+        """
+        if self._seen is not None and self._seen != look(self.sentinel.grad):
+            raise UsageError("HT604.gradients-cleared")
 
     def between(self) -> None:
         """Record a gradient after a backward pass that is not the last one of its step."""
-        if self._sentinel is not None:
-            self._seen = _look(self._sentinel)
+        self._seen = look(self.sentinel.grad)
 
 
 def watch_clipping(check: Callable[[bool], None], undo: ExitStack) -> None:
@@ -102,11 +107,12 @@ def _checked(
     return function(tensors, *more, **keywords)
 
 
-def refuse_plain_backward(context: Context, optimizer: Optimizer) -> None:
+def refuse_plain_backward(context: Context, weight: float, optimizer: Optimizer) -> None:
     """Refuse gradients of the script's own loss.backward() that would be wrong.
 
     Args:
         context: context of the training.
+        weight: weight of the micro-batch.
         optimizer: optimizer that is about to step.
 
     Raises:
@@ -115,35 +121,35 @@ def refuse_plain_backward(context: Context, optimizer: Optimizer) -> None:
     features = [
         *(["a loss scale"] if context.precision.scaler is not None else []),
         *(["micro-batches that accumulate"] if context.batches.accumulate > 1 else []),
-        *(["micro-batches of different sizes"] if context.weight != 1.0 else []),
+        *(["micro-batches of different sizes"] if weight != 1.0 else []),
     ]
     if features and any(p.grad is not None for p in parameters_of(optimizer)):
         raise UsageError("HT604.plain-backward", features=" and ".join(features))
 
 
 def refuse_optimizers(
-    context: Context, optimizers: Sequence[Optimizer], need_closure: Container[int]
+    context: Context, optimizers: Sequence[Optimizer], prepared: Sequence[PreparedOptimizer]
 ) -> None:
     """Refuse optimizers that `session.step` cannot step.
 
     Args:
         context: context of the training.
         optimizers: optimizers that the script has named.
-        need_closure: ids of optimizers that call a closure.
+        prepared: prepared optimizers.
 
     Raises:
         UsageError: one was not prepared, or needs something else than one backward pass.
     """
-    prepared, accumulate = context.optimizers, context.batches.accumulate
-    if any(one not in prepared for one in optimizers):
+    accumulate, known = context.batches.accumulate, [one.optimizer for one in prepared]
+    if any(one not in known for one in optimizers):
         raise UsageError("HT606.optimizer-not-prepared")
     if not prepared:
         raise UsageError("HT606.no-optimizer")
     if optimizers and accumulate > 1:
         raise UsageError("HT607.optimizer-with-accumulation", accumulate=accumulate)
-    for optimizer in optimizers or prepared:
-        if id(optimizer) in need_closure:
-            raise UsageError("HT607.closure-needed", kind=type(optimizer).__name__)
+    for one in prepared:
+        if one.needs_closure and (not optimizers or one.optimizer in optimizers):
+            raise UsageError("HT607.closure-needed", kind=type(one.optimizer).__name__)
 
 
 def no_loss(loss: Any) -> UsageError:
@@ -153,8 +159,3 @@ def no_loss(loss: Any) -> UsageError:
     if loss.numel() != 1:
         return UsageError("HT608.loss-is-no-scalar", shape=tuple(loss.shape))
     return UsageError("HT608.loss-without-gradient")
-
-
-def _look(parameter: nn.Parameter) -> tuple[int, int] | None:
-    gradient = parameter.grad
-    return None if gradient is None else (id(gradient), gradient._version)

@@ -1,7 +1,7 @@
 """Monitor of a run: progress, timings, slow ranks, trackers and a profile."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -55,13 +55,14 @@ class Monitor:
         timings: timings of all ranks, whose lines the run begins and ends.
     """
 
-    def __init__(
-        self, context: Context, directory: RunDirectory, name: str, seconds: Sequence[float]
-    ) -> None:
+    def __init__(self, context: Context, directory: RunDirectory, name: str) -> None:
         options, world, roster = context.options, context.world, context.roster
         self._context, self._directory, self._name = context, directory, name
         on_gpu = context.device.type == "cuda"
-        self._clock = (DeviceClock if on_gpu else Clock)(seconds)
+        heartbeat = context.events.heartbeat
+        self._clock = Clock(heartbeat.seconds)
+        if on_gpu:
+            self._clock = heartbeat.clock = DeviceClock(heartbeat.seconds)
         hosts, accumulate = roster.host_names, context.batches.accumulate
         self.timings = Timings(context.backend, self._clock, hosts, directory, accumulate)
         self._progress = Lines(Course(options.max_steps))
@@ -91,22 +92,6 @@ class Monitor:
             self._tracking = Tracking(kinds, about)
         self._progress = open_progress(self._progress.course)
         self._draws = type(self._progress) is not Lines
-
-    def beside(self, heartbeat: Callable[[int], None]) -> Callable[[int], None]:
-        """Return the function to call as a phase begins: heartbeat and clock.
-
-        Args:
-            heartbeat: heartbeat function of the watchdog.
-        """
-        if not isinstance(self._clock, DeviceClock):
-            return heartbeat
-        enter = self._clock.enter
-
-        def both(phase: int) -> None:
-            heartbeat(phase)
-            enter(phase)
-
-        return both
 
     def evaluated(self, number: int, count: int) -> None:
         """Show the progress of an evaluation at rank 0.

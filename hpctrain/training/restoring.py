@@ -81,9 +81,10 @@ def restore(
     context.resumed = True
     _train_again(context, position)
     rates = _rates(context)
+    context.rates_loaded = [one for one in context.optimizers if not scheduled(one)]
     states, later = _split_groups(context, position, state["optimizer"])
     _fill("optimizer", context.optimizers, states)
-    if rates != _rates(context) and not any(map(scheduled, context.optimizers)):
+    if rates != _rates(context) and len(context.rates_loaded) == len(context.optimizers):
         logger.warning(
             "the learning rate is that of the checkpoint, %s, not that of this start, %s",
             _rates(context),

@@ -1,80 +1,93 @@
-"""Schedulers of torch, which are found and saved with their optimizers."""
+"""Prepared schedulers: they count the steps of the run, and are in its checkpoints."""
 
-import gc
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.errors import UsageError
+from hpctrain.training.step import Step
 
-__all__ = ["attached", "put_back_rates", "scheduled"]
+__all__ = ["named", "prepare_scheduler", "put_back_rates", "refuse_unknown", "scheduled"]
+
+
+def prepare_scheduler(scheduler: LRScheduler, step: Step) -> None:
+    """Let `scheduler.step` count in the last micro-batch of a step only, until the session closes.
+
+    The object stays the same. Its class becomes a subclass, because a scheduler's `state_dict()`
+    has all attributes of the object.
+
+    Args:
+        scheduler: scheduler of a prepared optimizer.
+        step: step of the session; see `Step.counts`.
+
+    Raises:
+        UsageError: its optimizer was not prepared.
+    """
+    kind = type(scheduler)
+    if any(scheduler is one for one in step.schedulers):
+        return
+    if not any(scheduler.optimizer is one.optimizer for one in step.optimizers):
+        raise UsageError("HT606.scheduler-without-optimizer", kind=kind.__name__)
+
+    def count(self: LRScheduler, *values: Any, **keywords: Any) -> None:
+        if step.counts(self.optimizer):
+            kind.step(self, *values, **keywords)
+
+    names = {"step": count, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    scheduler.__class__ = type(kind.__name__, (kind,), names)
+    step.undo.callback(setattr, scheduler, "__class__", kind)
+    step.schedulers.append(scheduler)
 
 
 def scheduled(optimizer: Optimizer) -> bool:
-    """Return whether one of torch's schedulers was made for an optimizer.
-
-    Source: `patch_track_step_called` in torch/optim/lr_scheduler.py, torch 2.15.
-    """
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    """Return whether one of torch's schedulers was made for an optimizer."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
-def attached(
-    optimizers: Sequence[Optimizer], excluded: Iterable[object] = ()
+def named(
+    schedulers: Iterable[LRScheduler], optimizers: Sequence[Optimizer], excluded: Iterable[object]
 ) -> dict[str, LRScheduler]:
-    """Return torch's schedulers of the optimizers, by name for a checkpoint.
+    """Return prepared schedulers by their names in a checkpoint.
 
-    An optimizer has no reference to its schedulers, so the garbage collector is used to find the
-    objects that refer to the optimizer.
+    Args:
+        schedulers: prepared schedulers.
+        optimizers: prepared optimizers.
+        excluded: objects that have another name in the checkpoint.
+
+    Raises:
+        UsageError: an optimizer has two schedulers of one class, so their names would be equal.
+    """
+    elsewhere = {id(one) for one in excluded}
+    found: dict[str, LRScheduler] = {}
+    for scheduler in schedulers:
+        places = [n for n, one in enumerate(optimizers) if one is scheduler.optimizer]
+        if places and id(scheduler) not in elsewhere:
+            name = f"{type(scheduler).__name__} of optimizer {places[0]}"
+            if name in found:
+                raise UsageError("HT412.same-class", kind=type(scheduler).__name__)
+            found[name] = scheduler
+    return found
+
+
+def refuse_unknown(optimizers: Iterable[Optimizer], objects: Iterable[object]) -> None:
+    """Refuse an optimizer with a scheduler that the run does not know.
+
+    A scheduler leaves `initial_lr` in the groups of its optimizer, except `ReduceLROnPlateau`.
 
     Args:
         optimizers: prepared optimizers.
-        excluded: schedulers to leave out, because they are saved elsewhere.
+        objects: prepared schedulers, and objects of the run's state.
 
     Raises:
-        UsageError: an optimizer has two schedulers of one kind, so their names would be equal.
+        UsageError: no object is a scheduler of an optimizer that has had one.
     """
-    found = _outermost(optimizers)
-    if len({scheduler.optimizer for scheduler in found}) < len(found):
-        # An old one may remain in a reference cycle, as after a notebook cell was run twice.
-        found.clear()
-        gc.collect()
-        found = _outermost(optimizers)
-    elsewhere = {id(scheduler) for scheduler in excluded}
-    found = [scheduler for scheduler in found if id(scheduler) not in elsewhere]
-    named: dict[str, LRScheduler] = {}
-    for number, optimizer in enumerate(optimizers):
-        for scheduler in found:
-            if scheduler.optimizer is optimizer:
-                name = f"{type(scheduler).__name__} of optimizer {number}"
-                if name in named:
-                    raise UsageError("HT412.same-class", kind=type(scheduler).__name__)
-                named[name] = scheduler
-    return named
-
-
-def _outermost(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
-    """Return the schedulers of the optimizers that are not part of another one."""
-    found = _schedulers_of(optimizers)
-    inside = {id(part) for scheduler in found for part in getattr(scheduler, "_schedulers", ())}
-    return [scheduler for scheduler in found if id(scheduler) not in inside]
-
-
-def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
-    """Return the schedulers of the optimizers: objects with an optimizer as an attribute."""
-    referrers = gc.get_referrers(*optimizers)
-    dictionaries = [referrer for referrer in referrers if type(referrer) is dict]
-    if dictionaries:
-        referrers += gc.get_referrers(*dictionaries)
-    # Not isinstance, which reads the attribute __class__ of some objects.
-    found = {id(obj): obj for obj in referrers if issubclass(type(obj), LRScheduler)}
-    known = {id(optimizer) for optimizer in optimizers}
-    return [
-        scheduler
-        for scheduler in found.values()
-        if id(getattr(scheduler, "optimizer", None)) in known
-    ]
+    known = {id(getattr(one, "optimizer", None)) for one in objects}
+    for optimizer in optimizers:
+        if scheduled(optimizer) and id(optimizer) not in known:
+            raise UsageError("HT412.unknown-scheduler", kind=type(optimizer).__name__)
 
 
 def put_back_rates(scheduler: LRScheduler) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, TypeVarTuple, Unpack, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import data, errors
@@ -32,17 +33,18 @@ from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
 from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
-from hpctrain.training.gradients import Gradients
 from hpctrain.training.initial_weights import load_weights
 from hpctrain.training.preemption import Preemption, Stopped
-from hpctrain.training.prepare_optimizer import prepare_optimizer
+from hpctrain.training.prepared_optimizer import prepare_optimizer
+from hpctrain.training.schedulers import prepare_scheduler
 from hpctrain.training.setup import open_ranks
+from hpctrain.training.step import Step
 from hpctrain.training.training_run import Run
 
 __all__ = ["Session"]
 
-One = TypeVar("One", bound=nn.Module | Optimizer | DataLoader[Any])
-Two = TypeVar("Two", bound=nn.Module | Optimizer | DataLoader[Any])
+One = TypeVar("One", bound=nn.Module | Optimizer | LRScheduler | DataLoader[Any])
+Two = TypeVar("Two", bound=nn.Module | Optimizer | LRScheduler | DataLoader[Any])
 More = TypeVarTuple("More")
 
 
@@ -143,14 +145,14 @@ class Session(Collectives):
         self.backend, self.workers = context.backend, context.workers
         self.placement = context.placement
         self._events = context.events
-        self._events.weight = partial(setattr, context, "weight")
+        self._step = Step(context, self._undo)
+        self._undo.callback(self._step.close)
+        self._events.weight = partial(setattr, self._step, "weight")
         self._events.exchange = self._meet
         self._events.evaluation, self._events.exhausted = self._align, self._take_part
         if "batch_size" in names and given["batch_size"] is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
             given["batch_size"] = self.batches.batch_size
-        self._gradients = Gradients(context)
-        self._undo.callback(self._gradients.close)
         # Same seed on all ranks, so that they create the same weights and split the data alike.
         self._undo.callback(random_states.put_back, random_states.capture(self.device), self.device)
         torch.manual_seed(options.seed)
@@ -193,7 +195,9 @@ class Session(Collectives):
 
     @overload
     def prepare(
-        self, *things: nn.Module | Optimizer | DataLoader[Any], split_batches: bool = False
+        self,
+        *things: nn.Module | Optimizer | LRScheduler | DataLoader[Any],
+        split_batches: bool = False,
     ) -> Any: ...
 
     # mypy misjudges an implementation for a TypeVarTuple.
@@ -207,13 +211,17 @@ class Session(Collectives):
         learning rates and groups stay as they are. Options that change models:
         `--sync-batchnorm`, `--channels-last`, `--compile`.
 
+        A scheduler of a prepared optimizer stays the object that it is. The script calls its
+        `step()` as before: in the body of `run.batches` a call counts in the last micro-batch of a
+        step, and not after an update that was skipped. It is saved and restored with the run.
+
         A DataLoader is shared by the ranks: `run.batches` trains with it as with one that was not
         prepared, and any other iteration is an evaluation, which uses each sample once, over all
         ranks. Without `--batch-size` and `--global-batch`, the batch size of the first one is that
         of the session.
 
         Args:
-            things: models, optimizers and DataLoaders.
+            things: models, optimizers, schedulers and DataLoaders.
             split_batches: whether the batch size of the DataLoaders is that of all ranks and
                 accumulated micro-batches together (default: that of one micro-batch).
 
@@ -222,16 +230,17 @@ class Session(Collectives):
 
         Raises:
             UsageError: an object is none of these; an optimizer has parameters of no prepared
-                model; or another rank does something else.
+                model, a scheduler that of no prepared optimizer; or another rank does something
+                else.
         """
         for thing in things:
-            if not isinstance(thing, (nn.Module, Optimizer, DataLoader, Shared)):
+            if not isinstance(thing, (nn.Module, Optimizer, LRScheduler, DataLoader, Shared)):
                 raise UsageError("HT606.object-cannot-be-prepared", kind=type(thing).__name__)
         meet(self.backend, "session.prepare()")
         context = self._context
         prepared: list[Any] = list(things)
         for place, thing in enumerate(things):
-            if not isinstance(thing, (nn.Module, Optimizer)):
+            if isinstance(thing, (DataLoader, Shared)):
                 prepared[place] = shared = context.share(thing, split_batches)
                 context.adopt(shared)
         self.batches = context.batches
@@ -246,8 +255,11 @@ class Session(Collectives):
         for thing in things:
             if isinstance(thing, Optimizer) and thing not in context.optimizers:
                 prepare_optimizer(thing, context)
-                self._gradients.adopt(thing)
-        self._gradients.watch()
+                self._step.wrap(thing)
+        self._step.watch()
+        for thing in things:
+            if isinstance(thing, LRScheduler):
+                prepare_scheduler(thing, self._step)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def load_weights(
@@ -361,30 +373,38 @@ class Session(Collectives):
             UsageError: an optimizer was not prepared or needs a closure, optimizers are named
                 although micro-batches accumulate, or the loss is no single number with a gradient.
         """
-        return self._gradients.step(loss, optimizers)
+        return self._step.step(loss, optimizers)
 
-    def backward(self, loss: Tensor, **keywords: Any) -> None:
+    def backward(
+        self, loss: Tensor, *, count: float | Tensor | None = None, **keywords: Any
+    ) -> None:
         """Run the backward pass of one of the losses of a micro-batch.
 
         The loss is scaled as the precision needs it, and divided by the number of micro-batches
         that accumulate. After it, in the last micro-batch of a step, the gradients are averaged
         over all ranks. `step()` and `zero_grad()` of a prepared optimizer then work as in plain
-        torch; in the other micro-batches of a step they do nothing.
+        torch. While micro-batches accumulate, each one gives the optimizer what its losses add
+        between `zero_grad()` and `step()`, and the weights change in the last one.
 
         Args:
-            loss: mean loss of a micro-batch, of shape ().
+            loss: mean loss of a micro-batch, of shape (); with `count`, the sum.
+            count: number of terms in the sum: tokens, pixels or boxes of this micro-batch. Then the
+                gradients of the step are divided by the total over its micro-batches and all ranks,
+                which no rank needs to know. All losses of a micro-batch have the same count, and
+                all losses of a step have one. If the total is 0, the weights do not change. A
+                tensor of shape () stays on its device.
             keywords: arguments for `Tensor.backward`, such as `retain_graph=True`.
 
         Raises:
-            UsageError: the loss is no single number with a gradient, or micro-batches accumulate
-                outside of `run.batches`.
+            UsageError: the loss is no single number with a gradient, micro-batches accumulate
+                outside of `run.batches`, or the counts of a step contradict each other.
         """
-        self._gradients.backward(loss, **keywords)
+        self._step.backward(loss, count, keywords)
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this is the last micro-batch of its step, in which optimizers step."""
-        return self._gradients.last
+        return self._step.last
 
     def unscale_gradients(self, *optimizers: Optimizer) -> None:
         """Remove the loss scale from the gradients, before the script reads or changes them.
@@ -395,7 +415,7 @@ class Session(Collectives):
         Args:
             optimizers: optimizers of the parameters (default: all prepared ones).
         """
-        self._gradients.unscale(optimizers or self.optimizers)
+        self._step.unscale_all(optimizers)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -411,7 +431,7 @@ class Session(Collectives):
             The norm before it was clipped, of shape (), equal on all ranks; None between the
             micro-batches of a step. The next row of metrics has it as `grad_norm`.
         """
-        return self._gradients.clip(
+        return self._step.clip(
             parameters, lambda found: nn.utils.clip_grad_norm_(found, max_norm, norm_type)
         )
 
@@ -422,7 +442,7 @@ class Session(Collectives):
             parameters: parameters of prepared models.
             clip_value: largest absolute value.
         """
-        self._gradients.clip(parameters, lambda found: nn.utils.clip_grad_value_(found, clip_value))
+        self._step.clip(parameters, lambda found: nn.utils.clip_grad_value_(found, clip_value))
 
     @overload
     def sum(self, value: Any, /) -> float: ...
@@ -438,7 +458,7 @@ class Session(Collectives):
         """
         self._meet(f"session.sum() of {len(values)}")
         sums = evaluation.total(self.backend, *values)
-        self._events.phase(IDLE)
+        self._events.heartbeat.enter(IDLE)
         return sums[0] if len(sums) == 1 else sums
 
     def classification(self, classes: int) -> evaluation.Classification:
@@ -463,7 +483,7 @@ class Session(Collectives):
         Raises:
             UsageError: an object of `state` cannot be filled in place, such as a number.
         """
-        return Run(self._context, self._gradients, state or {}, name)
+        return Run(self._context, self._step, state or {}, name)
 
     @property
     def weight(self) -> float:
@@ -472,11 +492,11 @@ class Session(Collectives):
         The session's loaders set it; with a loader of your own, set it in each micro-batch that
         needs one. After the micro-batch it is 1 again.
         """
-        return self._context.weight
+        return self._step.weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self._context.weight = weight
+        self._step.weight = weight
 
     def _meet(self, doing: str) -> None:
         """Wait for all ranks before an exchange that belongs to an evaluation."""

@@ -3,11 +3,13 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.cluster import env_vars
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
@@ -32,7 +34,6 @@ from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import meet
 from hpctrain.training.context import Context
 from hpctrain.training.gradient_guard import watch_clipping
-from hpctrain.training.gradients import Gradients
 from hpctrain.training.journal import RunJournal, code_of
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.metrics import Metrics
@@ -41,6 +42,7 @@ from hpctrain.training.preemption import Stopped
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.restoring import Restored, restore
 from hpctrain.training.state import Position, refuse_stateless
+from hpctrain.training.step import Step
 
 __all__ = ["Run"]
 
@@ -56,8 +58,6 @@ class Run:
 
     Attributes:
         directory: run directory, the same on all ranks.
-        step: number of optimizer steps done; current when `session.step` or `optimizer.step`
-            returns.
         epoch: index of the current epoch, from 0.
         finished: whether the run was finished before this start. Then models and optimizers have
             the state of its end, `epochs`, `batches`, `log` and `save` do nothing, and the script
@@ -75,15 +75,13 @@ class Run:
     _agreement: Agreement
 
     def __init__(
-        self, context: Context, gradients: Gradients, state: dict[str, Any], name: str | None
+        self, context: Context, step: Step, state: dict[str, Any], name: str | None
     ) -> None:
         refuse_stateless(state)
-        self._context, self._gradients = context, gradients
+        self._context, self._step = context, step
         self._state = dict(state)
-        self._later: list[Callable[[], None]] = []  # what adds groups to the optimizers
         self._left: dict[str, Any] = {}  # saved states of objects that do not exist yet
         self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
-        self.step = 0
         self.epoch = 0
         self.finished = False
         self._epoch_step = 0  # steps done in this epoch
@@ -92,16 +90,22 @@ class Run:
         self._epochs: int | None = None
         limit = context.options.max_steps
         self._most_steps = sys.maxsize if limit is None else limit
-        self._index = 0  # micro-batches since the last step
-        self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
+        self._save_due = False  # whether the script has asked for a checkpoint
+        self._in_epoch = False  # whether the script is in the body of an epoch
         self._compared = False  # whether the ranks have compared their data sets
         self._compares = _FIRST_STEPS  # steps left in which the ranks compare their weights
         self._begun = False  # whether the loop has requested the batches of this epoch
         self._cut_short = False  # whether --max-steps ended the current epoch early
+        self._knows_schedulers = False  # whether the first step has found all schedulers
         self._paused = time.monotonic()  # end of the last batches
         self._undo = ExitStack()  # restores what a run changes in its process
         self._recorder: Recorder | None = None
         self._events = context.events
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done, current as `session.step` or `optimizer.step` returns."""
+        return self._step.number
 
     def __enter__(self) -> Self:
         try:
@@ -113,6 +117,7 @@ class Run:
 
     def _open(self) -> None:
         context = self._context
+        self._step.number = 0
         meet(context.backend, "session.run()")
         self._journal = journal = RunJournal(context, self._name)
         self.directory = journal.directory
@@ -120,16 +125,18 @@ class Run:
             self._open_finished()
             return
         context.preemption.begin(self.directory)
-        self._watchdog = watchdog = Watchdog(
+        self._watchdog = Watchdog(
             context.world,
             context.options.timeout,
             env_vars.number(os.environ, env_vars.LEAST_TIMEOUT),
             self.directory,
             journal.key,
             context.exit_status_file,
+            self._events.heartbeat,
             context.backend.dump_to(self.directory.logs),
         )
-        self._monitor = monitor = Monitor(context, self.directory, self._name, watchdog.seconds)
+        self._seconds = self._events.heartbeat.seconds
+        self._monitor = monitor = Monitor(context, self.directory, self._name)
         self._find_schedulers()
         memory = MemoryCopies.of_run(context, self.directory, os.environ)
         resumed = restore(context, self.directory, self._state, memory)
@@ -144,7 +151,7 @@ class Run:
             )
         self._events.row = monitor.row
         self._metrics = journal.begin(self.step, position.rows if position else 0)
-        self._replicas = ReplicaCheck(context, watchdog.seconds, self.step, resumed is not None)
+        self._replicas = ReplicaCheck(context, self._seconds, self.step, resumed is not None)
         self._recorder = journal.recorder
         self._checkpoints = CheckpointManager(
             context, self._replicas, self._state, journal, on_disk, memory
@@ -160,18 +167,17 @@ class Run:
             context.preemption.obeyed(self.directory)
             raise Stopped(f"{agreement.stop}, before the first step", os.environ)
         monitor.begin(self.step)
-        watchdog.step = self.step
-        self._events.phase = monitor.beside(watchdog.heartbeat)
+        self._events.heartbeat.step = self.step
         self._events.evaluated = monitor.evaluated
-        self._events.backward, self._events.stepped = self._begin_backward, self._count_step
-        watch_clipping(self._gradients.before_clipping, self._undo)
+        self._step.in_run = True
+        watch_clipping(self._step.before_clipping, self._undo)
 
     def _open_finished(self) -> None:
         """Load the state at the end of a finished run, for what the script does behind its loop."""
         self.finished = True
         restored = restore(self._context, self.directory, self._state)
         if restored is not None:
-            self.step, self.epoch = restored.position.step, restored.position.epoch
+            self._step.number, self.epoch = restored.position.step, restored.position.epoch
         logger.info(
             "%s is finished at step %d, so its loop is left out; a larger --epochs or --max-steps "
             "goes on with it, and --run-dir DIR begins another",
@@ -180,12 +186,17 @@ class Run:
         )
 
     def _find_schedulers(self) -> None:
-        """Add the schedulers of the prepared optimizers to the checkpoints.
+        """Add the prepared schedulers to the checkpoints, and count the calls of all schedulers.
 
-        Also restore schedulers that the script created after the run was opened.
+        Also restore schedulers that the script prepared after the run was opened.
         """
-        kept = list(self._state.values())
-        for name, scheduler in schedulers.attached(self._context.optimizers, excluded=kept).items():
+        for thing in self._state.values():
+            if isinstance(thing, LRScheduler):
+                schedulers.prepare_scheduler(thing, self._step)
+        found = schedulers.named(
+            self._step.schedulers, self._context.optimizers, self._state.values()
+        )
+        for name, scheduler in found.items():
             self._state[name] = scheduler
             if name in self._left:
                 scheduler.load_state_dict(self._left.pop(name))
@@ -194,10 +205,10 @@ class Run:
     def _go_on(self, resumed: Restored) -> None:
         """Continue from a restored position."""
         position, self._left = resumed.position, resumed.left
-        self.step, self.epoch = position.step, position.epoch
+        self._step.number, self.epoch = position.step, position.epoch
         self._epoch_step = position.epoch_step
         self._batches = position.batches(self._context.batches.accumulate)
-        self._later = resumed.later
+        self._step.before = resumed.later
         self._own = resumed.own
         if self.step > self._most_steps:
             max_steps, step = self._most_steps, self.step
@@ -232,7 +243,11 @@ class Run:
         while self.epoch < last and self.step < self._most_steps:
             before, batches = self.step, self._batches
             self._cut_short = self._begun = False
-            yield self.epoch
+            self._in_epoch = True
+            try:
+                yield self.epoch
+            finally:
+                self._in_epoch = False
             self._settle()
             if self.step == before and self._epochs is None and not self._batches:
                 raise UsageError("HT614.empty-epoch", epoch=self.epoch + 1, options=options)
@@ -250,13 +265,13 @@ class Run:
     def _end_epoch(self, last: bool) -> None:
         """Save at the end of an epoch, if a checkpoint is due or the loop ends there."""
         self._drop_rest()
-        if not (last or self._checkpoints.at_epochs):
-            self._events.phase(WAITING)
+        if not (last or self._checkpoints.at_epochs or self._save_due):
+            self._events.heartbeat.enter(WAITING)
             due = self._agreement.now("the end of an epoch", self.step, self.epoch)
-            self._events.phase(IDLE)
+            self._events.heartbeat.enter(IDLE)
             if not due:
                 return
-        self.save()
+        self._save(to_disk=True)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.
@@ -279,7 +294,7 @@ class Run:
         if self._begun:
             raise UsageError("HT605.batches-twice", epoch=self.epoch + 1)
         self._begun = True
-        context = self._context
+        context, step = self._context, self._step
         options, world = context.options, context.world
         if not self._compared:
             self._compared = True
@@ -288,29 +303,29 @@ class Run:
         random_states.seed(number, context.device, options.seed_everything)
         state = self._own.pop("stream", None)
         iterator, length = epoch_batches.begin(
-            loader, context, self.epoch, self._batches, state, self._monitor.see_samples
+            loader, context, step, self.epoch, self._batches, state, self._monitor.see_samples
         )
         self._put_back_random()
         self._monitor.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
         limit = self._most_steps
-        phase = self._events.phase
+        phase = self._events.heartbeat.enter
         try:
-            while self.step < limit:
+            while step.number < limit:
                 phase(LOADING)
                 batch: Any = next(iterator, _END)
                 if batch is _END:
                     return
                 phase(COMPUTING)
                 if deterministic:
-                    micro_batch = self._index * world.world_size + world.rank
-                    number = seeds.derive("step", options.seed, self.step, micro_batch)
+                    micro_batch = step.bodies * world.world_size + world.rank
+                    number = seeds.derive("step", options.seed, step.number, micro_batch)
                     random_states.seed(number, context.device, options.seed_everything)
-                context.in_body = self._in_hand = True
+                step.begin_body()
                 try:
                     yield batch
                 finally:
-                    context.in_body = False
+                    step.in_body = False
                 self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
@@ -358,75 +373,50 @@ class Run:
         meet(context.backend, "the first call of run.batches()", self._events)
         epoch_batches.refuse_other_data(context)
 
-    def _begin_backward(self) -> None:
-        """Prepare for the backward pass of a micro-batch; called before it.
-
-        Raises:
-            UsageError: the micro-batch does not come from `batches`.
-        """
-        if not self._context.in_body:
-            raise UsageError("HT605.backward-outside-batches")
-        while self._later:
-            self._later.pop()()
-
-    def _count_step(self) -> None:
-        """Count a step; called when an optimizer has stepped, or skipped a step that overflowed.
-
-        With several optimizers, only the first call for a micro-batch counts.
-        """
-        if self._context.stepped or not self._in_hand:
-            return
-        self._context.stepped = True
-        self.step = self._watchdog.step = self.step + 1
-        self._epoch_step += 1
-
     def _settle(self) -> None:
         """Count the last micro-batch of the loop, and complete the step that it has ended.
 
         A loop that is left by a break never requests the next batch; then the next call of this run
         counts. (The end of the generator is not the right place: it also ends after an error.)
         """
-        if not self._in_hand:
+        if not self._step.pending:
             return
         self._batches += 1
-        self._index += 1
-        context = self._context
-        last = self._index == context.batches.accumulate
-        if last and not context.stepped and not context.optimizers:
-            self._count_step()  # nothing tells it of an optimizer that is not prepared
-        self._in_hand, stepped = False, context.stepped
-        self._gradients.end_micro_batch(stepped)
-        if not stepped:
+        if not self._step.end_body():
             return
-        context.stepped, self._index = False, 0
-        self._monitor.step(self.step)
-        self._metrics.end_step(self.step, self.epoch)
-        if self.step % context.options.log_every == 0:
+        context, step = self._context, self._step.number
+        self._epoch_step += 1
+        if not self._knows_schedulers:
+            self._knows_schedulers = True
+            own = [one for one in context.optimizers if one not in context.rates_loaded]
+            schedulers.refuse_unknown(own, [*self._step.schedulers, *self._state.values()])
+        self._monitor.step(step)
+        self._metrics.end_step(step, self.epoch)
+        if step % context.options.log_every == 0:
             self._end_row()
         overdue = False
-        if self._agreement.due(self.step >= self._replicas.forced):
-            self._events.phase(AGREEING)
-            overdue = self._agreement.step(self.step, self.epoch)
+        if self._agreement.due(step >= self._replicas.forced):
+            self._events.heartbeat.enter(AGREEING)
+            overdue = self._agreement.step(step, self.epoch)
             if self._recorder is not None:
-                self._recorder.step(self.step, *self._monitor.ahead(self.step))
+                self._recorder.step(step, *self._monitor.ahead(step))
         if self._compares:
-            self._events.phase(UPDATING)  # here the ranks wait for each other
+            self._events.heartbeat.enter(UPDATING)  # here the ranks wait for each other
             if self._compares == _FIRST_STEPS and self._recorder is not None:
-                self._recorder.trained(sum(AFTER_LOADING(self._watchdog.seconds)))
+                self._recorder.trained(sum(AFTER_LOADING(self._seconds)))
             self._compares -= 1
-            self._replicas.compare(self.step)
+            self._replicas.compare(step)
         saving = self._checkpoints
-        if overdue or saving.due(self.step):
-            self.save()
-        elif saving.memory_every and self.step % saving.memory_every == 0:
+        if overdue or self._save_due or saving.due(step):
+            self._save(to_disk=True)
+        elif saving.memory_every and step % saving.memory_every == 0:
             self._save(to_disk=False)
         if self._agreement.stop is not None:
             self._stop_here()
 
     def _drop_rest(self) -> None:
         """Drop micro-batches that complete no step: a checkpoint cannot hold their gradients."""
-        self._index = 0
-        dropped = self._gradients.forget()
+        dropped = self._step.drop()
         if dropped:
             logger.warning(
                 "%d micro-batches of an incomplete step are left out, as epoch %d or its loop "
@@ -442,8 +432,8 @@ class Run:
             return
         reason, where = agreement.stop, "from here"
         if self._position() != self._checkpoints.saved:
-            self.save()
-        self._events.phase(SAVING)
+            self._save(to_disk=True)
+        self._events.heartbeat.enter(SAVING)
         self._monitor.timings.finish(self.step, self.epoch)
         try:
             self._checkpoints.finish()
@@ -478,43 +468,49 @@ class Run:
         """
         if self.finished:
             return
-        if not self._context.in_body:
+        if not self._step.in_body:
             self._settle()
             self._metrics.write(self.step, self.epoch, values)
         else:
-            self._metrics.add(values, self._context.weight)
+            self._metrics.add(values, self._step.weight)
 
     def save(self) -> None:
         """Take a checkpoint of everything that determines the next step; called by all ranks.
 
-        Rank 0 writes it while training continues. If the write fails, rank 0 logs the error, and
-        the earlier checkpoints are kept.
+        In the body of `batches`, it is taken as the step of this body ends; in the body of
+        `epochs`, as this body ends. So the lines behind this call, such as `scheduler.step()`, do
+        not run twice after a resume. Rank 0 writes it while training continues. If the write fails,
+        rank 0 logs the error, and the earlier checkpoints are kept.
 
         Raises:
-            UsageError: a step is under way, so weights and position would not match.
             NonFiniteError: the weights are no longer finite; the earlier checkpoints are kept.
             ReplicaError: the ranks do not have the same weights any more; the same.
         """
         if self.finished:
             return
-        if self._context.in_body and self._in_hand and not self._context.stepped:
-            raise UsageError("HT605.save-inside-step")
-        self._settle()  # for a loop that was left by a break
-        if not self._context.in_body:
+        saved = self._checkpoints.saved
+        if self._step.in_body:
+            # Between two micro-batches of the next step there may be nothing new.
+            self._save_due |= self._step.done or saved is None or saved.step != self.step
+        elif self._in_epoch:
+            self._save_due = True
+        else:
+            self._settle()  # for a loop that was left by a break
             self._drop_rest()
-        self._save(to_disk=True)
+            self._save(to_disk=True)
 
     def _save(self, to_disk: bool) -> None:
         """Save to the disk and to memory, or to memory alone; called by all ranks."""
-        self._events.phase(WAITING)
+        self._events.heartbeat.enter(WAITING)
         self._agreement.now("a checkpoint", self.step, self.epoch)
-        self._events.phase(SAVING)
+        self._events.heartbeat.enter(SAVING)
         self._metrics.flush()
         metrics, log = self._metrics.at(self.step), self._metrics.state_dict()
         self._checkpoints.save(self._position(), metrics, log, to_disk)
+        self._save_due &= not to_disk
         if self._recorder is not None:
             self._recorder.saved(self.step)
-        self._events.phase(IDLE)
+        self._events.heartbeat.enter(IDLE)
 
     def _position(self) -> Position:
         skipped = self._batches - self._epoch_step * self._context.batches.accumulate
@@ -532,8 +528,8 @@ class Run:
             groups = context.optimizers[0].param_groups
             tail = {"lr": max(float(group["lr"]) for group in groups), **tail}
         numbers = context.precision.numbers()
-        if self._gradients.norm is not None:
-            numbers = {"grad_norm": self._gradients.norm, **numbers}
+        if self._step.norm is not None:
+            numbers = {"grad_norm": self._step.norm, **numbers}
         self._metrics.end_row(numbers, tail)
 
     def __exit__(
@@ -557,12 +553,12 @@ class Run:
         self._settle()
         self._drop_rest()
         saved = self._checkpoints.saved
-        if saved is None or self.step != saved.step:
-            self.save()  # the loop was left by a break
+        if saved is None or self.step != saved.step or self._save_due:
+            self._save(to_disk=True)  # the loop was left by a break
         self._metrics.end_row()
-        self._events.phase(WAITING)
+        self._events.heartbeat.enter(WAITING)
         self._agreement.now("the end of the run", self.step, self.epoch)
-        self._events.phase(SAVING)
+        self._events.heartbeat.enter(SAVING)
         self._metrics.flush()
         self._monitor.timings.finish(self.step, self.epoch)
         self._checkpoints.finish()
@@ -574,7 +570,7 @@ class Run:
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
         date, opened = time.time(), vars(self)
-        self._context.resumed = False
+        self._context.resumed = self._step.in_run = False
         self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)

@@ -32,6 +32,7 @@ from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
 from hpctrain.monitoring.watchdog.limits import Limits
 from hpctrain.monitoring.watchdog.watched_rank import WatchedRank, dump_collectives
+from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.process.phases import (
     ACCUMULATING,
     BACKWARD,
@@ -57,6 +58,7 @@ import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
 from hpctrain.rundir import RunDirectory
 from hpctrain.monitoring.watchdog import Watchdog, rank
+from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.process.phases import BACKWARD, COMPUTING, EVALUATING, IDLE, LOADING
 from hpctrain.cluster.world import World
 
@@ -65,14 +67,15 @@ if driven:
     rank._start = lambda path: None
 world = World(**place)
 exit_status_file = "exit-status" if world.rank == 0 else None
-watchdog = Watchdog(world, timeout, least, RunDirectory("run"), key, exit_status_file)
-watchdog.step = 3
+heartbeat = Heartbeat()
+watchdog = Watchdog(world, timeout, least, RunDirectory("run"), key, exit_status_file, heartbeat)
+heartbeat.step = 3
 
 def mark_started():
     Path(f"started-{world.rank}").touch()
 
 def wait_for_the_others():
-    watchdog.heartbeat(BACKWARD)
+    heartbeat.enter(BACKWARD)
     mark_started()
     threading.Event().wait()
 
@@ -87,7 +90,7 @@ def loop_forever():
         pass
 
 def load():
-    watchdog.heartbeat(LOADING)
+    heartbeat.enter(LOADING)
     mark_started()
     threading.Event().wait()
 
@@ -104,15 +107,15 @@ def stop():
     threading.Event().wait()  # it runs for a moment, to show its stack
 
 def stop_in_the_sums():
-    watchdog.heartbeat(BACKWARD)
+    heartbeat.enter(BACKWARD)
     stop()
 
 def stop_in_the_first_evaluation():
-    watchdog.heartbeat(EVALUATING)
+    heartbeat.enter(EVALUATING)
     stop()
 
 def wait_in_the_first_evaluation():
-    watchdog.heartbeat(EVALUATING)
+    heartbeat.enter(EVALUATING)
     mark_started()
     threading.Event().wait()
 
@@ -126,7 +129,7 @@ def leave():
     os._exit(0)
 
 def wait_idle():
-    watchdog.heartbeat(IDLE)
+    heartbeat.enter(IDLE)
     mark_started()
     while not Path("finish").exists():
         time.sleep(0.01)
@@ -134,7 +137,7 @@ def wait_idle():
 def work():
     mark_started()
     while not Path("finish").exists():
-        watchdog.heartbeat(COMPUTING)
+        heartbeat.enter(COMPUTING)
         time.sleep(0.01)
 
 Path(f"ready-{world.rank}").touch()
@@ -142,8 +145,8 @@ while not all(Path(f"ready-{name}").exists() for name in present):
     time.sleep(0.01)
 for _ in range(8 if least else 0):  # the time-outs of these phases are learnt
     for phase in (LOADING, COMPUTING, BACKWARD):
-        watchdog.heartbeat(phase)
-watchdog.heartbeat(COMPUTING)
+        heartbeat.enter(phase)
+heartbeat.enter(COMPUTING)
 globals()[how]()
 watchdog.close()
 """
@@ -622,11 +625,9 @@ def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
     assert job.ranks.reason().startswith("rank 1 on node1")
 
 
-def single_watchdog(tmp_path, timeout=1800.0):
-    world = World(0, 1, 0, 1, 0, 1, ("node1",))
-    return Watchdog(
-        world, timeout, None, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None
-    )
+def single_watchdog(tmp_path, heartbeat, timeout=1800.0):
+    world, directory = World(0, 1, 0, 1, 0, 1, ("node1",)), RunDirectory(tmp_path / "run")
+    return Watchdog(world, timeout, None, directory, secrets.token_hex(8), None, heartbeat)
 
 
 def test_helper_of_ranks_that_have_left_ends_without_a_word(tmp_path):
@@ -642,11 +643,12 @@ def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     monkeypatch.setattr(rank_module, "_SECONDS_TO_LEAVE", SECONDS)
     for _ in range(3):
-        watchdog = single_watchdog(tmp_path)
-        watchdog.heartbeat(COMPUTING)
+        heartbeat = Heartbeat()
+        watchdog = single_watchdog(tmp_path, heartbeat)
+        heartbeat.enter(COMPUTING)
         watchdog.close()
         watchdog.close()
-        watchdog.heartbeat(COMPUTING)  # without a helper
+        heartbeat.enter(COMPUTING)  # without a helper
         assert not list(tmp_path.glob("hpctrain-watch-*"))
 
 
@@ -675,9 +677,10 @@ def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatc
     """Start without any folder for shared memory; the run continues without a watchdog."""
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "nowhere")
     monkeypatch.setattr(rank_module.logger, "propagate", True)
-    watchdog = single_watchdog(tmp_path)
+    heartbeat = Heartbeat()
+    watchdog = single_watchdog(tmp_path, heartbeat)
     assert "no watchdog on node1" in caplog.text
-    watchdog.heartbeat(COMPUTING)
+    heartbeat.enter(COMPUTING)
     watchdog.close()
 
 

@@ -697,21 +697,6 @@ def test_damage_that_one_rank_reads_is_for_all_ranks():
     assert all(torch.equal(weights, results[0][1]) for _, weights in results)
 
 
-def save_in_a_step():
-    with (
-        hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
-        session.run() as run,
-    ):
-        for _ in run.epochs():
-            for _ in run.batches(session.loader(images(50))):
-                run.save()
-
-
-def test_save_inside_a_step_is_refused():
-    (result,) = ranks.run(1, save_in_a_step)
-    assert "--checkpoint-every STEPS" in str(result)
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=str)
 def test_resumed_run_has_the_weights_of_its_checkpoint(tmp_path, inside):
     """Weights may be loaded before the run or inside of it."""

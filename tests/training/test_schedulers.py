@@ -1,12 +1,14 @@
-"""Learning-rate schedulers of a script are saved in checkpoints without being named."""
+"""Prepared schedulers count the steps of the run, and continue after a resume."""
 
 import pytest
+import ranks
 import torch
 from battery import session
 from torch import nn
 from torch.optim import lr_scheduler
 
 from hpctrain.errors import UsageError
+from hpctrain.rundir import RunDirectory
 
 
 def warm_up(optimizer):
@@ -35,18 +37,24 @@ class Plateau:
         self.scheduler.step(1.0)
 
 
-def train(make, path, late=False, named=False, **options):
+def train(make, path, late=False, named=False, bodies=5, **options):
     """Return the rate of each step."""
-    with session(batch_size=4, run_dir=path, **options) as opened:
+    options = {"batch_size": 4, **options}
+    with session(run_dir=path, **options) as opened:
         model = nn.Linear(1, 1)
         model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
-        schedule = None if late else make(optimizer)
+
+        def prepared():
+            schedule = make(optimizer)
+            return schedule if named else opened.prepare(schedule)
+
+        schedule = None if late else prepared()
         rates = []
         state = {"schedule": getattr(schedule, "scheduler", schedule)} if named else None
         with opened.run(state=state) as run:
-            schedule = schedule or make(optimizer)
+            schedule = schedule or prepared()
             for _ in run.epochs():
-                for points in run.batches([torch.ones(4, 1)] * 5):
+                for points in run.batches([torch.ones(4, 1)] * bodies):
                     rates.append(optimizer.param_groups[0]["lr"])
                     opened.step(model(points).mean())
                     schedule.step()
@@ -54,11 +62,15 @@ def train(make, path, late=False, named=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("late", "named"),
-    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)],
-    ids=["before the run", "inside of the run", "named"],
+    ("make", "late", "named"),
+    [
+        (warm_up, False, False),
+        (sequence, True, False),
+        (one_cycle, False, False),
+        (one_cycle, False, True),
+        (Plateau, False, True),
+    ],
 )
-@pytest.mark.parametrize("make", [warm_up, sequence, one_cycle, Plateau], ids=lambda m: m.__name__)
 def test_scheduler_continues_after_a_resume(make, late, named):
     uninterrupted = train(make, "uninterrupted", late, named, max_steps=14)
     cut = train(make, "cut", late, named, max_steps=7)
@@ -67,34 +79,136 @@ def test_scheduler_continues_after_a_resume(make, late, named):
     assert len(set(uninterrupted)) > 2
 
 
-def make_two(optimizer):
-    return lr_scheduler.StepLR(optimizer, 2), lr_scheduler.StepLR(optimizer, 3)
+def train_accumulating(where, accumulate, batches=12, until=99, **options):
+    """Return the rate of the body in which each step ends."""
+    options = {"batch_size": 1, "epochs": 1, "run_dir": "run", **options}
+    with session(accumulate=accumulate, **options) as opened:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        schedule = lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 8)
+        model, optimizer, schedule = opened.prepare(model, optimizer, schedule)
+        rates = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for number, points in enumerate(run.batches([torch.ones(1, 1)] * batches), 1):
+                    if where == "before":
+                        schedule.step()
+                    opened.backward(model(points).mean())
+                    optimizer.step()
+                    if where == "between":
+                        schedule.step()
+                    optimizer.zero_grad()
+                    if opened.sync_gradients:
+                        rates.append(optimizer.param_groups[0]["lr"])
+                    if where == "after":
+                        schedule.step()
+                    if number == until:
+                        break
+                if where == "epoch":
+                    schedule.step()
+        return rates, schedule.last_epoch, list(schedule.state_dict())
 
 
-def test_two_schedulers_of_one_class_for_one_optimizer_must_be_named():
-    with pytest.raises(UsageError, match="two schedulers of the class StepLR"):
-        train(make_two, "run", max_steps=2)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_scheduler_of_each_batch_counts_steps_and_not_micro_batches(where, size):
+    expected, *_ = train_accumulating(where, 1, 6, run_dir="alone")
+    for found, count, *_ in ranks.values(ranks.run(size, train_accumulating, where, 2, 12 * size)):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert count == 6
 
 
-def make_one(optimizer):
-    return lr_scheduler.StepLR(optimizer, 3)
+def test_scheduler_outside_of_the_body_always_counts():
+    assert train_accumulating("epoch", 4, 8, epochs=3)[1] == 3
 
 
-def make_again(optimizer):
-    """Leave an unused scheduler in a reference cycle, as a notebook cell that runs again does."""
-    first = lr_scheduler.StepLR(optimizer, 2)
-    first.itself = first
-    return make_one(optimizer)
+def test_scheduler_keeps_its_class_and_the_keys_of_its_state():
+    plain = lr_scheduler.LinearLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0))
+    assert train_accumulating("after", 2)[2] == list(plain.state_dict())
+    with session(batch_size=1) as opened:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        schedule = lr_scheduler.StepLR(optimizer, 1)
+        opened.prepare(model, optimizer, schedule)
+        assert isinstance(schedule, lr_scheduler.StepLR)
+    assert type(schedule) is lr_scheduler.StepLR
 
 
-def test_unused_scheduler_is_not_counted():
-    assert len(set(train(make_again, "run", max_steps=8))) == 3
+def test_calls_in_dropped_micro_batches_do_not_count():
+    assert train_accumulating("after", 3, 6, epochs=2, until=5)[1] == 2
 
 
-def test_unused_scheduler_beside_a_named_one_is_not_saved(capsys):
-    train(make_again, "run", named=True, max_steps=3)
-    train(make_one, "run", named=True, max_steps=4, resume=True)
-    assert "the checkpoint has" not in capsys.readouterr().err
+def leave_the_loop_open():
+    with session(accumulate=2, batch_size=1, epochs=1, run_dir="run") as opened:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        parts = opened.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1))
+        with opened.run() as run:
+            for _ in run.epochs():
+                bar = enumerate(run.batches([torch.ones(1, 1)] * 6))
+                for number, points in bar:
+                    opened.step(parts[0](points).mean())
+                    if number == 2:
+                        break
+                parts[2].step()
+
+
+def test_call_after_a_loop_that_is_still_open_is_refused():
+    with pytest.raises(UsageError, match="left by break"):
+        leave_the_loop_open()
+
+
+def test_scheduler_does_not_follow_a_skipped_update():
+    with session(
+        batch_size=1, epochs=1, run_dir="run", precision="fp16", loss_scale=128, max_nonfinite=9
+    ) as opened:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        model, optimizer, schedule = opened.prepare(
+            model, optimizer, lr_scheduler.StepLR(optimizer, 1, 0.5)
+        )
+        rates = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for number, points in enumerate(run.batches([torch.ones(1, 1)] * 5)):
+                    opened.step(model(points).mean() * (1e38 if number == 1 else 1.0))
+                    schedule.step()
+                    rates.append(schedule.last_epoch)
+    assert rates == [1, 1, 2, 3, 4]
+
+
+def test_unprepared_scheduler_is_refused_at_the_first_step():
+    with session(batch_size=1, epochs=1, run_dir="run") as opened:
+        model = nn.Linear(1, 1)
+        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+        lr_scheduler.StepLR(optimizer, 1)
+        with (
+            pytest.raises(UsageError, match="has a scheduler that was not prepared"),
+            opened.run() as run,
+        ):
+            for _ in run.epochs():
+                for points in run.batches([torch.ones(1, 1)] * 5):
+                    opened.step(model(points).mean())
+        assert run.step == 1
+
+
+def test_scheduler_of_another_optimizer_is_refused():
+    model = nn.Linear(1, 1)
+    schedule = lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 1.0), 1)
+    with session(batch_size=1) as opened, pytest.raises(UsageError, match="StepLR of an optimizer"):
+        opened.prepare(schedule)
+
+
+def test_two_prepared_schedulers_of_one_class_must_be_named():
+    with session(batch_size=1, epochs=1, run_dir="run") as opened:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        opened.prepare(
+            model, optimizer, lr_scheduler.StepLR(optimizer, 2), lr_scheduler.StepLR(optimizer, 3)
+        )
+        with pytest.raises(UsageError, match="two schedulers of the class StepLR"), opened.run():
+            pass
 
 
 def test_scheduler_of_a_checkpoint_that_the_script_lacks_is_logged(capsys):
@@ -110,3 +224,56 @@ def test_scheduler_of_a_checkpoint_that_the_script_lacks_is_logged(capsys):
         "the checkpoint has a LambdaLR of optimizer 0, and this script has not"
         in capsys.readouterr().err
     )
+
+
+def save_and_resume(where, path, until, **options):
+    """Save at step 3, in a body of 5 batches or behind it, and stop there as a kill would."""
+    with session(batch_size=1, run_dir=path, **options) as opened:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        model, optimizer, schedule = opened.prepare(
+            model, optimizer, lr_scheduler.ExponentialLR(optimizer, 0.9)
+        )
+        lines = []
+        with opened.run(state={"lines": lines}) as run:
+            for epoch in run.epochs(3):
+                for points in run.batches([torch.ones(1, 1)] * 4):
+                    if where == "first" and run.step == 3:
+                        run.save()
+                    opened.step(model(points).mean())
+                    if where == "middle" and run.step == 3:
+                        run.save()
+                    schedule.step()
+                    if run.step >= until:
+                        raise KeyboardInterrupt
+                if where == "behind" and epoch == 0:
+                    run.save()
+                schedule.step()
+                lines.append(epoch)
+        return optimizer.param_groups[0]["lr"], model.weight.item(), lines
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "behind"])
+def test_lines_behind_a_save_run_once_over_a_resume(where):
+    expected = save_and_resume(where, "whole", 99)
+    with pytest.raises(KeyboardInterrupt):
+        save_and_resume(where, "cut", 6)
+    assert RunDirectory("cut").steps() == {"first": [4], "middle": [3, 4], "behind": [4]}[where]
+    assert save_and_resume(where, "cut", 99, resume=True) == expected
+
+
+def save_in_every_micro_batch():
+    with session(batch_size=1, accumulate=3, run_dir="run", keep_checkpoints=9) as opened:
+        model = nn.Linear(1, 1)
+        opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with opened.run() as run:
+            for _ in run.epochs(1):
+                for points in run.batches([torch.ones(1, 1)] * 12):
+                    opened.step(model(points).mean())
+                    if run.step == 2:
+                        run.save()
+        return run.directory.steps()
+
+
+def test_save_in_each_micro_batch_saves_once():
+    assert save_in_every_micro_batch() == [2, 4]

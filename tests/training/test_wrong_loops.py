@@ -45,11 +45,6 @@ def clear_the_model(opened, run, model, optimizer, loss):
     opened.step(loss)
 
 
-def zero_in_place(opened, run, model, optimizer, loss):
-    optimizer.zero_grad(set_to_none=False)
-    opened.step(loss)
-
-
 def clip_norm(opened, run, model, optimizer, loss):
     opened.step(loss)
     clip_grad_norm_(model.parameters(), 1.0)
@@ -92,7 +87,6 @@ def sum_a_list(opened, run, model, optimizer, loss):
         (call_backward, {}, "has a gradient before session.step()"),
         (call_backward_of_a_part, {}, "0.weight has a gradient before session.step()"),
         (clear_the_model, {"batch_size": 4}, "cleared between the micro-batches"),
-        (zero_in_place, {"batch_size": 4}, "cleared between the micro-batches"),
         (clip_norm, {}, "Session(clip_norm=X)"),
         (clip_value, {}, "Session(clip_value=X)"),
         (step_with_losses_of_samples, {}, "a loss of shape (3,)"),
@@ -110,7 +104,6 @@ def test_mistake_in_a_loop_is_refused_at_the_first_step(body, options, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [call_zero_grad, zero_in_place])
 def test_zero_grad_at_the_begin_of_a_step_changes_nothing(body):
     loop(body)
 

@@ -68,6 +68,7 @@ class Horovod(Backend):
             self.mismatch = "HT303.rank-differs-over-mpi"
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError("HT307.ipv6-address", address=rendezvous.roster.addresses[0])
+        self.reduction = {"average": "mean"}.get(settings.own["op"], settings.own["op"])
         self._environment = Environment(os.environ)
         self._trained: list[Trained] = []
         self._gradients: list[gradients.HorovodGradients] = []

@@ -1,4 +1,4 @@
-"""The watchdog in a rank: it writes heartbeats and starts the helper of its host."""
+"""The watchdog in a rank: it shares the heartbeat and starts the helper of its host."""
 
 import contextlib
 import faulthandler
@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.cluster import proc
@@ -17,8 +15,8 @@ from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import shared_memory
 from hpctrain.monitoring.watchdog.limits import LEAST
 from hpctrain.monitoring.watchdog.watched_rank import SIGNAL
+from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.process.logging import logger
-from hpctrain.process.phases import IDLE, PHASES
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["WAKE", "Watchdog"]
@@ -46,13 +44,8 @@ class Watchdog:
         directory: run directory.
         key: unique name of this start, the same on all ranks.
         exit_status_file: path of rank 0's exit status file; None on other ranks.
+        heartbeat: heartbeat of this rank, which begins at step 0.
         dump: FIFO and file of `Backend.dump_to`, or None.
-
-    Attributes:
-        step: optimizer steps done; written with the next heartbeat.
-        seconds: total seconds of this rank in each phase, without the current phase.
-        heartbeat: function to call with each phase of `PHASES` when it begins, several times per
-            step. It shows that this rank is alive. In `IDLE` silence is allowed.
     """
 
     def __init__(
@@ -63,6 +56,7 @@ class Watchdog:
         directory: RunDirectory,
         key: str,
         exit_status_file: str | None,
+        heartbeat: Heartbeat,
         dump: tuple[str, str] | None = None,
     ) -> None:
         node_rank = world.node_rank or 0
@@ -70,10 +64,8 @@ class Watchdog:
         self._part: shared_memory.Part | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._alone = world.local_world_size == 1
-        self._write_to_nobody()
-        self.step = 0
-        self.seconds = [0.0] * len(PHASES)
-        self.heartbeat = self._make_heartbeat()
+        self._heartbeat = heartbeat
+        heartbeat.begin()
         settings = {
             "host": host,
             "hosts": world.hosts or (host,),
@@ -94,37 +86,12 @@ class Watchdog:
             )
             name = shared_memory.name(key, node_rank)
             self._part = shared_memory.Part(name, world.local_rank, facts, settings)
-            self._numbers, self._times = self._part.views
+            heartbeat.write_to(*self._part.views)
             faulthandler.register(SIGNAL, self._part.stack, all_threads=True, chain=False)
             if self._part.new:
                 self._helper = _start(self._part.path)
         except OSError as error:
             logger.warning("no watchdog on %s: %s", host, error)
-
-    def _make_heartbeat(self) -> Callable[[int], None]:
-        """Return the heartbeat function, which reads the clock once for all uses of a phase.
-
-        Between the kernels of a model this code is never in the processor's cache, so each
-        additional call would cost microseconds. Items of a memoryview need no call.
-        """
-        clock, seconds, counts = time.monotonic, self.seconds, [0] * len(PHASES)
-        last, since = IDLE, clock()
-
-        def heartbeat(phase: int) -> None:
-            nonlocal last, since
-            now = clock()
-            counts[phase] += 1
-            numbers = self._numbers
-            numbers[0], numbers[1], numbers[3] = self.step, phase, counts[phase]
-            self._times[2] = now
-            seconds[last] += now - since
-            last, since = phase, now
-
-        return heartbeat
-
-    def _write_to_nobody(self) -> None:
-        """Let heartbeats write to memory that no process reads."""
-        self._numbers, self._times = shared_memory.views(bytearray(shared_memory.PLACE.size))
 
     def close(self) -> None:
         """End the watch of this rank. The helper ends with the last rank of the host."""
@@ -132,7 +99,7 @@ class Watchdog:
         self._part = self._helper = None
         if part is None:
             return
-        self._write_to_nobody()
+        self._heartbeat.write_to_nobody()
         with contextlib.suppress(Exception):  # no error here may end the run
             part.leave()
             # From here on SIGNAL would end this process; the helper no longer sends it.
