@@ -97,8 +97,8 @@ class Backend(ABC):
         sharded: whether each rank holds only a part of the weights and optimizer states.
         reduction: what a step does with the gradients of the ranks: "mean", "sum", "adasum", which
             combines updates, or "powersgd", which averages approximately.
-        buffers_gradients: whether gradients can be views of message buffers, which the next backward
-            pass overwrites.
+        buffers_gradients: whether gradients can be views of message buffers, which the next
+            backward pass overwrites.
         mismatch: key of the error when the backend's ranks differ from the launcher's.
     """
 

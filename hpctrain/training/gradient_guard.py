@@ -79,14 +79,14 @@ class GradientGuard:
         self._seen = look(self.sentinel.grad)
 
 
-def watch_clipping(check: Callable[[bool], None], undo: ExitStack) -> None:
+def watch_clipping(check: Callable[[Sequence[Tensor]], None], undo: ExitStack) -> None:
     """Call a function before torch clips gradients.
 
     Scripts import the two clipping functions by name, so this wraps functions that these call.
     Source: torch/nn/utils/clip_grad.py, torch 2.15.
 
     Args:
-        check: function called with whether there is no gradient to clip.
+        check: function called with the gradients to clip.
         undo: receives the callbacks that restore the wrapped functions.
     """
     for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
@@ -97,13 +97,14 @@ def watch_clipping(check: Callable[[bool], None], undo: ExitStack) -> None:
 
 
 def _checked(
-    check: Callable[[bool], None],
+    check: Callable[[Sequence[Tensor]], None],
     function: Callable[..., Any],
     tensors: Any,
     *more: Any,
     **keywords: Any,
 ) -> Any:
-    check(isinstance(tensors, list) and not any(len(one) for one in tensors[:1]))
+    parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    check([one for part in parts for one in ([part] if isinstance(part, Tensor) else part)])
     return function(tensors, *more, **keywords)
 
 

@@ -274,19 +274,23 @@ class Step:
         )
         return self._clipped(masters, clip)
 
-    def before_clipping(self, finds_none: bool) -> None:
+    def before_clipping(self, gradients: Sequence[Tensor]) -> None:
         """Check a call of torch's own functions for clipping.
 
         Args:
-            finds_none: whether there is no gradient to clip.
+            gradients: gradients to clip.
 
         Raises:
-            UsageError: the gradients are applied already, or have the loss scale.
+            UsageError: the gradients are applied already, not complete, or have the loss scale.
         """
         if self._inside or not self.in_body:
             return
-        if finds_none and self.done:
+        if self.done and not gradients:
             raise UsageError("HT604.clipped-after-step")
+        if not self.last:
+            clipped = set(map(id, gradients))
+            if any(id(p.grad) in clipped for one in self.optimizers for p in one.parameters()):
+                raise UsageError("HT604.clipped-too-early")
         scaled = self._passes and self._precision.scaler is not None
         if scaled and not any(one.unscaled for one in self.optimizers):
             raise UsageError("HT604.clipped-with-loss-scale", precision=self._precision)

@@ -178,19 +178,21 @@ def test_scheduler_does_not_follow_a_skipped_update():
     assert rates == [1, 1, 2, 3, 4]
 
 
-def test_unprepared_scheduler_is_refused_at_the_first_step():
-    with session(batch_size=1, epochs=1, run_dir="run") as opened:
+def train_with_unprepared_scheduler():
+    with session(batch_size=1, epochs=1, run_dir="run", checkpoint_every=1) as opened:
         model = nn.Linear(1, 1)
         model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
         lr_scheduler.StepLR(optimizer, 1)
-        with (
-            pytest.raises(UsageError, match="has a scheduler that was not prepared"),
-            opened.run() as run,
-        ):
+        with opened.run() as run:
             for _ in run.epochs():
                 for points in run.batches([torch.ones(1, 1)] * 5):
                     opened.step(model(points).mean())
-        assert run.step == 1
+
+
+def test_unprepared_scheduler_is_refused_at_the_first_step():
+    with pytest.raises(UsageError, match="has a scheduler that was not prepared"):
+        train_with_unprepared_scheduler()
+    assert RunDirectory("run").steps() == []
 
 
 def test_scheduler_of_another_optimizer_is_refused():

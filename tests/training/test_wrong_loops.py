@@ -45,6 +45,11 @@ def clear_the_model(opened, run, model, optimizer, loss):
     opened.step(loss)
 
 
+def zero_in_place(opened, run, model, optimizer, loss):
+    optimizer.zero_grad(set_to_none=False)
+    opened.step(loss)
+
+
 def clip_norm(opened, run, model, optimizer, loss):
     opened.step(loss)
     clip_grad_norm_(model.parameters(), 1.0)
@@ -104,12 +109,14 @@ def test_mistake_in_a_loop_is_refused_at_the_first_step(body, options, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("body", [call_zero_grad, zero_in_place])
 def test_zero_grad_at_the_begin_of_a_step_changes_nothing(body):
     loop(body)
 
 
-def test_zero_grad_between_micro_batches_keeps_their_sum():
-    loop(call_zero_grad, batch_size=4)
+@pytest.mark.parametrize("body", [call_zero_grad, zero_in_place])
+def test_zero_grad_between_micro_batches_keeps_their_sum(body):
+    loop(body, batch_size=4)
 
 
 def test_clipping_works_again_after_the_run():
