@@ -98,15 +98,14 @@ def main():
         model, optimizer = session.prepare(model, optimizer)
         length = len(train_loader) // session.batches.accumulate  # steps of an epoch
         ends = [epochs * length for epochs in args.lr_steps]
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, ends, 0.2)
-        with session.run(state={"schedule": schedule}) as run:
+        schedule = session.prepare(torch.optim.lr_scheduler.MultiStepLR(optimizer, ends, 0.2))
+        with session.run() as run:
             for _ in run.epochs(200):
                 for images, targets in run.batches(train_loader):
                     with session.autocast():
                         loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
-                    if session.sync_gradients:  # not between the micro-batches of a step
-                        schedule.step()
+                    schedule.step()
                     run.log(loss=loss)
                 run.log(**evaluate(session, model, test_loader).metrics())
 

@@ -249,7 +249,8 @@ def main():
         net = build(args.model, len(names))
         model, optimizer = session.prepare(net, make_optimizer(session, args, net))
         epoch = len(train_loader) // session.batches.accumulate
-        state = {"schedule": make_schedule(args, optimizer, epoch, epochs=90)}
+        schedule = session.prepare(make_schedule(args, optimizer, epoch, epochs=90))
+        state = {}
         if args.ema:
             average = get_ema_multi_avg_fn(args.ema)
             state["average"] = AveragedModel(net, multi_avg_fn=average, use_buffers=True)
@@ -263,10 +264,9 @@ def main():
                     with session.autocast():
                         loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
-                    if session.sync_gradients:
-                        state["schedule"].step()
-                        if args.ema:
-                            state["average"].update_parameters(net)
+                    schedule.step()
+                    if args.ema and session.sync_gradients:
+                        state["average"].update_parameters(net)
                     run.log(loss=loss)
                 check(args, "train", session.sum(unreadable))
                 result = evaluate(session, state.get("average", model), val_loader, len(names))

@@ -148,17 +148,16 @@ def main():
         model, optimizer = session.prepare(model, optimizer_of(model, args.lr))
         steps = args.max_steps or 200
         sizes = {"warmup": args.warmup, "steps": steps, "end": args.lr_end / args.lr}
-        schedule = LambdaLR(optimizer, partial(rate, **sizes))
+        schedule = session.prepare(LambdaLR(optimizer, partial(rate, **sizes)))
         generator = torch.Generator().manual_seed(session.options.seed)
 
-        with session.run(state={"generator": generator, "schedule": schedule}) as run:
+        with session.run(state={"generator": generator}) as run:
             for _ in run.steps(steps):
                 pieces = draw(session, train, args.context, generator)
                 with session.autocast():
                     loss = loss_of(model, pieces)
                 ended = session.step(loss)  # False while micro-batches accumulate
-                if session.sync_gradients:
-                    schedule.step()
+                schedule.step()
                 run.log(loss=loss)
                 if ended and run.step % args.eval_every == 0:
                     run.log(eval_loss=evaluate(session, model, test_loader))

@@ -81,16 +81,16 @@ def main():
         epochs = args.epochs or 5
         length = len(train_loader) // session.batches.accumulate  # steps of an epoch
         sizes = {"warmup": round(args.warmup * length), "steps": epochs * length}
-        schedule = LambdaLR(optimizer, partial(rate, **sizes))
+        schedule = session.prepare(LambdaLR(optimizer, partial(rate, **sizes)))
 
-        with session.run(state={"schedule": schedule}) as run:
+        with session.run() as run:
             for _ in run.epochs(epochs):
                 for images, targets in run.batches(train_loader):
                     with session.autocast():
                         loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
+                    schedule.step()
                     if session.sync_gradients:  # not between the micro-batches of a step
-                        schedule.step()
                         average.update_parameters(model)
                     run.log(loss=loss)
                 run.log(**evaluate(session, average, test_loader, train_set.classes).metrics())

@@ -7,37 +7,42 @@ from torch import nn
 
 from hpctrain.process.logging import logger
 
-__all__ = ["Trained"]
+__all__ = ["TRAINED", "Trained"]
 
-_TRAINED = attrgetter("requires_grad")
+TRAINED = attrgetter("requires_grad")
 
 
 class Trained:
     """The trained parameters of a prepared model.
 
+    A backend compares `flags` with `TRAINED` of all parameters before each backward pass. A model
+    that is frozen as a whole, as a discriminator while its generator learns, exchanges no gradients
+    and is not changed.
+
     Args:
         model: model as given to `prepare`.
+
+    Attributes:
+        parameters: all parameters of the model.
+        flags: whether each of them was trained at the last `refresh`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._all = list(model.parameters())
-        self._flags = list(map(_TRAINED, self._all))
+        self.parameters = list(model.parameters())
+        self.flags = list(map(TRAINED, self.parameters))
 
+    @property
     def changed(self) -> bool:
-        """Check whether parameters were frozen or unfrozen. Cost: it reads each parameter.
-
-        A model that is frozen as a whole, as a discriminator while its generator learns, exchanges
-        no gradients and needs no change.
-        """
-        flags = list(map(_TRAINED, self._all))
-        return flags != self._flags and any(flags)
+        """Whether parameters were frozen or unfrozen since the last `refresh`."""
+        flags = list(map(TRAINED, self.parameters))
+        return flags != self.flags and any(flags)
 
     def refresh(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Record which parameters are trained now; return the new ones with their names."""
-        before = {id(p) for p, flag in zip(self._all, self._flags, strict=True) if flag}
-        self._all = list(self.model.parameters())
-        self._flags = list(map(_TRAINED, self._all))
+        before = {id(p) for p, flag in zip(self.parameters, self.flags, strict=True) if flag}
+        self.parameters = list(self.model.parameters())
+        self.flags = list(map(TRAINED, self.parameters))
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         new = [(name, parameter) for name, parameter in named if id(parameter) not in before]
         logger.info(

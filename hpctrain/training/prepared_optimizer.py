@@ -162,12 +162,9 @@ class PreparedOptimizer:
     def refuse_some(self, micro_batches: int) -> None:
         """Refuse `step` in some micro-batches of a step that are not just the last one."""
         if 0 < self._calls < micro_batches - 1 or (self._calls and not self.called):
-            raise UsageError(
-                "HT607.stepped-in-some",
-                kind=type(self.optimizer).__name__,
-                calls=self._calls + self.called,
-                micro_batches=micro_batches,
-            )
+            kind, calls = type(self.optimizer).__name__, self._calls + self.called
+            values = {"kind": kind, "calls": calls, "micro_batches": micro_batches}
+            raise UsageError("HT607.stepped-in-some", **values)
 
     def refuse_late(self) -> None:
         """Refuse gradients that a pass added after an update which earlier steps did not show.

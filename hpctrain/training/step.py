@@ -112,12 +112,12 @@ class Step:
 
     def end_body(self) -> bool:
         """Count the batch of the run, and return whether it has ended a step."""
-        left_open, self.pending, self.in_body = self.in_body, False, False
+        left_open, self.in_body = self.in_body, False
         ignored = self._ignored and left_open
         self.bodies += 1
         if self.bodies == self._accumulate and not (self.done or self.optimizers):
             self._count()  # nothing tells it of an optimizer that is not prepared
-        done = self.done
+        self.pending, done = False, self.done
         self._end_micro_batch(done)
         self._ignored = ignored
         if done:

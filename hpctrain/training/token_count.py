@@ -87,16 +87,10 @@ class TokenCount:
         ranks = self._backend.world_size if self._backend.reduction == "mean" else 1
         total = self._over_ranks()
         factor = torch.where(total > 0, ranks * (self._precision.loss_divisor or 1.0) / total, 0.0)
-        dense: list[Tensor] = []
         for gradient in [p.grad for p in parameters if p.grad is not None]:
             to_local = getattr(gradient, "to_local", None)  # of fsdp's DTensors
             local = to_local() if to_local else gradient
-            if local.is_sparse:
-                local.mul_(factor)
-            else:
-                dense.append(local)
-        if dense:
-            torch._foreach_mul_(dense, factor.to(dense[0].device))
+            local.mul_(factor.to(local.device))
 
     def is_zero(self) -> bool:
         """Return whether the total of all ranks is 0; waits for a GPU only if it may be."""

@@ -238,3 +238,35 @@ def test_losses_before_every_update_are_not_warned_of(capsys):
     train(cleared_after, 2)
     train(only_the_last, 2, resume=True)
     assert "computes a loss after" not in capsys.readouterr().err
+
+
+def train_with_overflow(accumulate):
+    """Train under a dynamic loss scale; the critic's loss overflows in the second step."""
+    with session(
+        batch_size=4 // accumulate, accumulate=accumulate, precision="fp16", epochs=1,
+        run_dir=str(accumulate), max_nonfinite=9,
+    ) as opened:  # fmt: skip
+        generator, critic = (model.float() for model in models())
+        first, second = momentum(generator), momentum(critic)
+        generator, critic, first, second = opened.prepare(generator, critic, first, second)
+        parts = [part.float() for step in step_samples() for part in step.chunk(accumulate)]
+        with opened.run() as run:
+            for _ in run.epochs():
+                for real in run.batches(parts):
+                    losses = Losses(generator, critic, real)
+                    opened.backward(losses.critic * (1e38 if run.step == 1 else 1.0))
+                    second.step()
+                    second.zero_grad()
+                    critic.requires_grad_(False)
+                    opened.backward((losses.fake**2).mean())
+                    critic.requires_grad_(True)
+                    first.step()
+                    first.zero_grad()
+        return weights(generator, critic), opened.precision.numbers()["loss_scale"]
+
+
+def test_loss_scale_is_the_same_for_all_micro_batches_of_a_step():
+    found, scale = train_with_overflow(2)
+    expected, same = train_with_overflow(1)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert scale == same == 2**15

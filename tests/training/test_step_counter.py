@@ -195,3 +195,9 @@ def test_run_saved_inside_of_an_epoch_resumes_at_the_next_batch():
     rest = train(body, run_dir="cut", deterministic=True, log_every=1, resume=True)
     assert rest[0] == uninterrupted[0][5:]
     assert rows(rest[1]) == rows(uninterrupted[1])
+
+
+def test_steps_of_an_optimizer_that_is_not_prepared_are_counted():
+    with session(batch_size=1, accumulate=2, run_dir="run") as opened, opened.run() as run:
+        assert [run.step for _ in run.steps(3)] == [0, 0, 1, 1, 2, 2]
+        assert run.step == 3

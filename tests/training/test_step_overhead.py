@@ -4,6 +4,7 @@ The number of calls does not depend on the load of the machine, so a few more ar
 """
 
 import gc
+import os
 import statistics
 import sys
 import tracemalloc
@@ -33,6 +34,8 @@ OPTIONS = {
 # number is worth it, write it here and state the reason in the commit.
 CALLS = {"fp32": 61, "fp16": 85, "accumulate, clip, deterministic": 165}
 UPWARD = 1.03
+# From `session.step` to the backward pass, so that a reader can follow the way of the loss.
+FILES = 5
 # The same from the opening of a session to the end of the first step, whose files and threads vary.
 CALLS_OF_A_START, UPWARD_OF_A_START = 3230, 1.1
 # Blocks of memory that a step may keep: one time of a step, for half a minute, and one or two of
@@ -43,7 +46,12 @@ BLOCKS = 2.9
 def steps(options, warm_up=WARM_UP):
     """Train, and yield once in each step after the warm-up."""
     with hpctrain.Session(
-        batch_size=4, max_steps=WARM_UP + STEPS, log_every=1000, run_dir="run", **OPTIONS[options]
+        backend=os.environ.get("TEST_BACKEND", "auto"),
+        batch_size=4,
+        max_steps=WARM_UP + STEPS,
+        log_every=1000,
+        run_dir="run",
+        **OPTIONS[options],
     ) as session:
         model = small_model()
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.01, 0.9))
@@ -120,6 +128,37 @@ def test_python_calls_of_a_training_step(options):
         f"a step with {options} makes {calls} calls, {CALLS[options]} were usual; if that is worth "
         f"it, write the new number into CALLS of {Path(__file__).name}"
     )
+
+
+def files_to_the_backward_pass():
+    """Return the files of hpctrain whose functions run between `session.step` and autograd."""
+    found, counts = set(), []
+
+    def profile(frame, event, argument):
+        del argument
+        code = frame.f_code
+        if event == "call" and code is torch.Tensor.backward.__code__:
+            counts.append(sorted(found))
+        elif event == "call" and code is hpctrain.Session.step.__code__:
+            found.clear()
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            found.add(str(Path(code.co_filename).relative_to(PACKAGE)))
+
+    training = steps("fp32")
+    next(training)
+    sys.setprofile(profile)
+    for _ in training:
+        pass
+    sys.setprofile(None)
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp", "horovod"])
+def test_five_files_lead_from_a_step_to_its_backward_pass(backend):
+    size, env = 1 if backend == "single" else 2, {"TEST_BACKEND": backend}
+    for counts in ranks.values(ranks.run(size, files_to_the_backward_pass, env=env)):
+        assert len(counts) > STEPS / 2
+        assert max(map(len, counts)) <= FILES, max(counts, key=len)
 
 
 def count_blocks(options):

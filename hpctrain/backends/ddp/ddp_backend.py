@@ -13,7 +13,7 @@ from hpctrain.backends.ddp import ddp_options
 from hpctrain.backends.ddp.rehearsal import reached, rehearse, rehearse_loss
 from hpctrain.backends.distributed.process_group import ProcessGroup, transport_of
 from hpctrain.backends.settings import BackendSettings
-from hpctrain.backends.trained_parameters import Trained
+from hpctrain.backends.trained_parameters import TRAINED, Trained
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
@@ -87,7 +87,8 @@ class DDP(ProcessGroup):
                 idle.append(model)
             object.__setattr__(model, "passed", False)
         for trained in self._trained:
-            if trained.changed():
+            flags = list(map(TRAINED, trained.parameters))
+            if flags != trained.flags and any(flags):
                 self._take_up(trained, idle)
         if self._first_passes and any(one.require_backward_grad_sync for one in self._wrapped):
             self._first_passes -= 1
@@ -261,7 +262,7 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         """Run DistributedDataParallel's forward pass, after a rehearsal if one is due."""
         if torch.is_grad_enabled():
             # Frozen parameters would be waited for. After a change, `DDP.attach` rehearses.
-            if self.rehearses and not self._trained.changed():
+            if self.rehearses and not self._trained.changed:
                 self.rehearses = False
                 rehearse(self, inputs, keywords)
             object.__setattr__(self, "passed", True)  # avoids the checks of nn.Module

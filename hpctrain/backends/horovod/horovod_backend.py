@@ -27,7 +27,7 @@ from hpctrain.backends.horovod.horovod_import import (
 )
 from hpctrain.backends.horovod.liveness import Connections, Liveness, Wait
 from hpctrain.backends.settings import BackendSettings
-from hpctrain.backends.trained_parameters import Trained
+from hpctrain.backends.trained_parameters import TRAINED, Trained
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankMissingError, StartError, UsageError
 from hpctrain.process.logging import logger
@@ -180,7 +180,8 @@ class Horovod(Backend):
     def attach(self, loss: Tensor) -> Tensor:
         """Add hooks to parameters that were unfrozen."""
         for trained in self._trained:
-            if trained.changed():
+            flags = list(map(TRAINED, trained.parameters))
+            if flags != trained.flags and any(flags):
                 # Parameters that were frozen for a while still have their hooks.
                 self._hook(
                     [

@@ -46,8 +46,9 @@ with hpctrain.Session(args, accumulate=2) as session:
     )
     steps = 2 * (len(train_loader) // 2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0))
+    schedule = session.prepare(schedule)
 
-    with session.run(state={"schedule": schedule}) as run:
+    with session.run() as run:
         for _ in run.epochs(2):
             model.train()
             for batch in run.batches(train_loader):
@@ -56,8 +57,7 @@ with hpctrain.Session(args, accumulate=2) as session:
                 session.backward(loss)
                 session.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                if session.sync_gradients:
-                    schedule.step()
+                schedule.step()
                 optimizer.zero_grad()
                 run.log(loss=loss)
             model.eval()
