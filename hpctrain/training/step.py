@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.backends.base import Backend
-from hpctrain.backends.ddp.rehearsal import reached
+from hpctrain.backends.trained_parameters import reached
 from hpctrain.errors import UsageError
 from hpctrain.precision.base import Precision
 from hpctrain.process.logging import logger

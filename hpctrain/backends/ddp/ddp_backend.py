@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.ddp import ddp_options
-from hpctrain.backends.ddp.rehearsal import reached, rehearse, rehearse_loss
+from hpctrain.backends.ddp.rehearsal import rehearse, rehearse_loss
 from hpctrain.backends.distributed.process_group import ProcessGroup, transport_of
 from hpctrain.backends.settings import BackendSettings
-from hpctrain.backends.trained_parameters import TRAINED, Trained
+from hpctrain.backends.trained_parameters import TRAINED, Trained, reached, shortened
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
@@ -128,7 +128,7 @@ class DDP(ProcessGroup):
                 logger.info(
                     "the loss does not use %s: the ranks look for such parameters in each step "
                     "from now on, as with --ddp find-unused-parameters",
-                    _shortened(names) if names else "some parameters on another rank",
+                    shortened(names) if names else "some parameters on another rank",
                 )
                 self._renew(model, find_unused_parameters=True)
                 if model not in idle:
@@ -202,7 +202,7 @@ class DDP(ProcessGroup):
         for model in self._wrapped:
             names = [name for name, p in model.named_parameters() if p.requires_grad]
             if numbers and max(numbers) < len(names):
-                parameters = _shortened([names[number] for number in numbers])
+                parameters = shortened([names[number] for number in numbers])
                 break
         else:
             parameters = "parameters that the model no longer has"
@@ -289,15 +289,9 @@ _AS_IT_IS = nn.Identity()
 # A GAN has three passes in a step; some more for a second step.
 _FIRST_PASSES = 6
 _NUMBERS = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-_SHOWN = 5
 
 
 def _uses(loss: Tensor, module: nn.Module) -> bool:
     """Check whether a loss depends on parameters of a model."""
     used = reached(loss)
     return used is None or not used.isdisjoint(map(id, module.parameters()))
-
-
-def _shortened(names: Sequence[str]) -> str:
-    """Return the first names, for a message."""
-    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])

@@ -40,13 +40,13 @@ class HorovodGradients:
         options: Mapping[str, Any],
     ) -> None:
         trained = [(f"{name}.{n}", p) for n, p in parameters]
+        self._hvd = hvd
         for full, parameter in trained:
             if parameter.dtype not in _AVERAGED:
                 raise UsageError("HT312.type-of-parameter", name=full, parameter=parameter)
-        self._parameters = [parameter for _, parameter in trained]
-        self._own = set(map(id, self._parameters))
+        self._names = {parameter: full.partition(".")[2] for full, parameter in trained}
         self._synchronizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(self._parameters, lr=0.0),
+            torch.optim.SGD(list(self._names), lr=0.0),
             named_parameters=trained,
             compression=compression(hvd, options["compression"]),
             op={"average": hvd.Average, "sum": hvd.Sum}[options["op"]],
@@ -55,17 +55,65 @@ class HorovodGradients:
             sparse_as_dense=options["sparse_as_dense"],
         )
 
-    def average(self) -> None:
+    @property
+    def size(self) -> int:
+        """Number of values of `used`."""
+        return 1 + len(self._names)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of this model are not averaged yet, sent or held back."""
+        return bool(self._synchronizer._handles)
+
+    @property
+    def sends(self) -> bool:
+        """Whether the last backward pass has sent gradients of this model."""
+        return any(handle is not None for handle, _ in self._synchronizer._handles.values())
+
+    def used(self) -> list[float]:
+        """Return 1 or 0 for the model, and for each parameter: whether it has a gradient."""
+        return [float(self.sends), *(float(p.grad is not None) for p in self._names)]
+
+    def unused(self) -> list[str]:
+        """Return the names of the trained parameters without a gradient, if the pass sent any."""
+        if not self.sends:
+            return []
+        return [name for p, name in self._names.items() if p.grad is None and p.requires_grad]
+
+    def average(self, ranks: Sequence[float] | None = None) -> bool:
         """Wait until the gradients of the last backward passes are averaged over all ranks.
 
-        A model that had no part in them has sent none, on any rank. Horovod would average zeros for
-        it, and for parameters that were frozen since.
+        Horovod would average zeros for parameters without a gradient. So they are left out if no
+        rank has one, and those that were frozen since lose theirs.
+
+        Args:
+            ranks: `used` summed over all ranks; None if all ranks have all gradients, or none.
+
+        Returns:
+            Whether all ranks have used all trained parameters, or none.
         """
-        if self._synchronizer._handles:
-            self._synchronizer.synchronize()
-            for parameter in self._parameters:
-                if not parameter.requires_grad:
-                    parameter.grad = None
+        synchronizer, even = self._synchronizer, True
+        if ranks is None:
+            if not self.waits:
+                return True
+            absent = set()
+        else:
+            sending, *counts = ranks
+            if not sending:
+                return True
+            absent = {p for p, count in zip(self._names, counts, strict=True) if not count}
+            trained = [n for p, n in zip(self._names, counts, strict=True) if p.requires_grad]
+            even = all(count == self._hvd.size() for count in (sending, *trained))
+        all_of_them = synchronizer._requires_update
+        synchronizer._requires_update = all_of_them - absent
+        try:
+            synchronizer.synchronize()
+        finally:
+            synchronizer._requires_update = all_of_them
+        for parameter in self._names:
+            if not parameter.requires_grad:
+                parameter.grad = None
+        return even
 
     def send(self, wanted: bool) -> None:
         """Let the hooks send gradients at the next backward pass, or hold them back.
@@ -80,7 +128,7 @@ class HorovodGradients:
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Check whether this object averages the gradient of a parameter."""
-        return id(parameter) in self._own
+        return parameter in self._names
 
 
 def compression(hvd: ModuleType, name: str) -> Any:
@@ -131,9 +179,12 @@ def combine_updates(
         step: function that takes the optimizer step.
         compressor: compressor from `compression`, for the updates that are sent.
     """
-    parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
+    # What no rank has used stays as it is; the update of a rank that has not used it is 0.
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    there = hvd.allreduce(
+        torch.tensor([float(p.grad is not None) for p in every]), name="adasum.used", op=hvd.Sum
+    )
+    parameters = [p for p, ranks in zip(every, there.tolist(), strict=True) if ranks]
     before = [parameter.detach().clone() for parameter in parameters]
     step(optimizer)
     packed = [
