@@ -51,7 +51,7 @@ class Agreement:
         self.longest_pause = 0.0
 
     def step(self, step: int, epoch: int) -> bool:
-        """Act on the sums that are complete, and begin the next ones; called by all ranks.
+        """Act on the sum that is complete, and begin the next one; called by all ranks.
 
         Args:
             step, epoch: position of the run.
@@ -63,12 +63,15 @@ class Agreement:
             NonFiniteError: too many steps in a row had no finite numbers.
             ReplicaError: the ranks do not have the same weights any more.
         """
-        values = {**self._values(), **self._replicas.values(step)}
-        sums = self._consensus.step(values, self._doing(step, epoch))
-        return sums is not None and self._act_on(sums, step, epoch)
+        overdue = self._act(step, epoch)
+        self._begin({**self._values(), **self._replicas.values(step)}, step, epoch)
+        # A single rank reads its sum at once, unless a GPU still has to compute it.
+        if self._context.world.world_size == 1 and self._consensus.ready:
+            overdue |= self._act(step, epoch)
+        return overdue
 
     def now(self, what: str, step: int, epoch: int) -> bool:
-        """Wait for all ranks, and act on their values.
+        """Wait for all ranks, act on their values, and write all rows of metrics.
 
         Args:
             what: purpose of the exchange, for error messages.
@@ -80,15 +83,24 @@ class Agreement:
         Raises:
             NonFiniteError, ReplicaError: as for `step`.
         """
-        doing = self._doing(step, epoch)
-        meet(self._context.backend, f"{what}, {doing}")
-        return self._act_on(self._consensus.now(self._values(), doing), step, epoch)
+        meet(self._context.backend, f"{what}, {self._doing(step, epoch)}")
+        overdue = self._act(step, epoch)
+        self._begin(self._values(), step, epoch)
+        overdue |= self._act(step, epoch)
+        if self._metrics.confirmed:
+            self._begin({}, step, epoch)
+            self._act(step, epoch)
+        return overdue
+
+    def _begin(self, values: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Begin a sum with these values, and with the rows of metrics that are confirmed."""
+        totals = self._metrics.offer()
+        self._consensus.begin(values, self._doing(step, epoch), totals)
 
     def _values(self) -> dict[str, Any]:
         """Return this rank's values: stop requests, failures, what is due."""
         context, saves = self._context, self._saves
         asked = context.preemption.asked(self.longest_pause + saves.save_margin())
-        self._metrics.offer()
         streak = context.precision.nonfinite.streak
         return {
             **{reason: float(reason == asked) for reason in REASONS},
@@ -105,11 +117,16 @@ class Agreement:
         """Describe what this rank does, for error messages; the same on all ranks."""
         return f"step {step} of epoch {epoch + 1}, logged {self._metrics.waiting()}"
 
-    def _act_on(self, sums: Mapping[str, float], step: int, epoch: int) -> bool:
-        """Act on the sums, in the same way on all ranks; return whether a checkpoint is due."""
-        for _ in range(self._consensus.received):
-            self._metrics.accept()
+    def _act(self, step: int, epoch: int) -> bool:
+        """Act on the sum under way, if any, alike on all ranks; return if a checkpoint is due."""
+        read = self._consensus.read()
+        if read is None:
+            return False
+        sums, totals = read
+        self._metrics.accept(totals)
         self._replicas.judge(sums)
+        if not sums:
+            return False
         if sums[_NOT_FINITE]:
             refuse_streak(self._context, sums[_NOT_FINITE], step, self._saves.saved)
         if sums[_NOT_WRITTEN]:
@@ -121,7 +138,6 @@ class Agreement:
             ranks = sum(map(sums.__getitem__, REASONS))
             if self.stop and self.stop.startswith("SIG") and ranks == 1:
                 self.asking = f" (rank {sums[_ASKING]:.0f})"
-        self._metrics.poll()
         self._timings.poll()
         if sums[_MEASURED]:
             self._timings.begin(step, epoch)

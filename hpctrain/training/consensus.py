@@ -33,19 +33,18 @@ _MOST_STEPS = 256  # limit, so that the next sum is not late if steps become slo
 
 
 class Consensus:
-    """Consensus of the ranks on a few numbers: their sums, about once a second.
+    """The one asynchronous sum of a run: values that the ranks decide by, and rows of metrics.
 
-    A sum begins at the same step on all ranks, and is read where the next one begins, again at the
-    same step. So no step waits for it, and all ranks act on it at the same step.
+    A sum begins at the same step on all ranks, about once a second, and is read where the next one
+    begins, again at the same step. So no step waits for it, and all ranks act on it at the same
+    step.
 
     Each sum includes a number that stands for what the rank is doing. By Cauchy and Schwarz, N
-    numbers are equal if N times the sum of their squares is the square of their sum.
+    numbers are equal if N times the sum of their squares is the square of their sum. Totals whose
+    number depends on what a rank has done join only the sum after the one that has confirmed it.
 
     Args:
         backend: backend of the ranks that take part.
-
-    Attributes:
-        received: number of sums that the last call of `step` or `now` has read.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -55,10 +54,9 @@ class Consensus:
         # Names, text and number of steps of the sum under way.
         self._sum: tuple[list[str], str, int, Work] | None = None
         self._begun = time.monotonic()
-        self.received = 0
 
     def due(self, early: bool) -> bool:
-        """Count a step, and return whether `step` is due now; called by all ranks.
+        """Count a step, and return whether a sum is due now; called by all ranks.
 
         Args:
             early: whether it is due in any case; the same on all ranks.
@@ -66,58 +64,45 @@ class Consensus:
         self._passed += 1
         return early or self._passed >= self._steps
 
-    def step(self, values: Mapping[str, Any], doing: str) -> Mapping[str, float] | None:
-        """Return the sum that began when this was last due, or None, and begin the next one.
+    def begin(self, values: Mapping[str, Any], doing: str, totals: Sequence[Any] = ()) -> None:
+        """Begin a sum; the one before it has been read.
 
         Args:
             values: values of this rank by name, as `Backend.sum_async` takes them; the same names
                 in the same order on all ranks.
             doing: what this rank does, for error messages; the same text on all ranks, unless they
                 do different things.
+            totals: further values, as many as on the other ranks.
         """
-        self.received = 0
-        sums = self._read()
-        self._begin(values, doing)
-        # A single rank reads its sum at once, unless a GPU still has to compute it.
-        if sums is None and self._backend.world_size == 1 and self._sum and self._sum[-1].ready():
-            sums = self._read()
-        return sums
-
-    def now(self, values: Mapping[str, float], doing: str) -> Mapping[str, float]:
-        """Wait for all ranks; return the current sums plus those that were not read yet.
-
-        A name that only one of them has is there, too.
-
-        Args:
-            values, doing: as for `step`.
-        """
-        self.received = 0
-        before = self._read() or {}
-        self._begin(values, doing)
-        sums = self._read() or {}
-        return {**before, **{name: value + before.get(name, 0.0) for name, value in sums.items()}}
-
-    def _begin(self, values: Mapping[str, Any], doing: str) -> None:
         now = time.monotonic()
         number = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=2).digest(), "big")
-        numbers = [*values.values(), number, number * number, now - self._begun]
+        numbers = [number, number * number, now - self._begun, *values.values(), *totals]
         work = self._backend.sum_async(numbers)
         self._sum, self._begun = (list(values), doing, max(1, self._passed), work), now
         self._passed = 0
 
-    def _read(self) -> dict[str, float] | None:
+    @property
+    def ready(self) -> bool:
+        """Whether there is a sum that `read` returns without a wait."""
+        return self._sum is not None and self._sum[-1].ready()
+
+    def read(self) -> tuple[dict[str, float], list[float]] | None:
+        """Return the values and totals of the sum under way, or None; wait for it if necessary.
+
+        Raises:
+            UsageError: the ranks do different things.
+        """
         if self._sum is None:
             return None
-        names, doing, steps, sums = self._sum
+        names, doing, steps, work = self._sum
         self._sum = None
-        self.received += 1
-        *values, total, squares, seconds = sums.values()
+        total, squares, seconds, *values = work.values()
         if total * total != squares * self._backend.world_size:
             refuse_unlike_answers(ask(self._backend, doing))
         a_step = seconds / self._backend.world_size / steps
         wanted = int(_SECONDS_BETWEEN_SUMS / a_step) if a_step > 0 else _MOST_STEPS
         self._steps = max(1, min(wanted, 2 * self._steps, _MOST_STEPS))
-        return dict(zip(names, values, strict=True))
+        return dict(zip(names, values, strict=False)), values[len(names) :]
 
 
 def meet(backend: Backend, doing: str, events: Events | None = None, after: int = IDLE) -> None:

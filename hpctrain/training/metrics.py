@@ -3,12 +3,13 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain import rundir
-from hpctrain.backends.base import Backend, Work
+from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
 from hpctrain.monitoring.progress import clock
 from hpctrain.process.events import Events
@@ -27,8 +28,8 @@ from hpctrain.rundir.effective_time import EffectiveTime
 __all__ = ["Metrics", "no_number", "table", "trim"]
 
 
-# Values of one name in the steps of a row, on this rank: their sum, which is a tensor on a GPU, and
-# the number of micro-batches.
+# Values of one name in the steps of a row, on this rank: their sum, which is a tensor on a GPU; the
+# number of micro-batches; and the sum of their counts of tokens, or None.
 _Sum = list[Any]
 
 
@@ -44,7 +45,7 @@ class _Row:
     done: bool = False
 
     def __str__(self) -> str:
-        names = ", ".join(f"{name} ({count} times)" for name, (_, count) in self.sums.items())
+        names = ", ".join(f"{name} ({times} times)" for name, (_, times, _) in self.sums.items())
         return f"{names} up to step {self.head['step']}"
 
 
@@ -53,8 +54,8 @@ class Metrics:
 
     Values that are logged in every step make one row each `--log-every` steps: the means over these
     steps, their micro-batches and all ranks. A name that is logged in some steps only has a
-    separate row with the number of that step. The means over all ranks take one sum. It begins when
-    all ranks are known to have the same rows, and is read when complete: no step waits for it.
+    separate row with the number of that step. Their totals join a sum of `Consensus` when the one
+    before it has confirmed that all ranks have the same rows: no step waits for them.
 
     How many rows a sum covers depends on the time, and in which order a library adds the numbers of
     the ranks depends on their place in the message. So with `--deterministic` each rank has a place
@@ -68,6 +69,7 @@ class Metrics:
 
     Attributes:
         rows: number of rows written.
+        confirmed: rows that all ranks have, whose totals join the next sum.
         last: newest value of each name.
     """
 
@@ -81,9 +83,10 @@ class Metrics:
         self._window: dict[str, _Sum] | None = None  # values of the steps since the last row
         self._last = (0, 0)  # the last of these steps, and its epoch
         self._unwritten: deque[_Row] = deque()
-        self._gathered: list[_Row] = []  # rows that no sum of `Consensus` covers yet
-        self._offered: deque[list[_Row]] = deque()  # rows that each sum under way covers
-        self._sum: tuple[list[_Row], Work] | None = None  # the sum under way, and its rows
+        self._gathered: list[_Row] = []  # rows that no sum of `Consensus` names yet
+        self._offered: list[_Row] = []  # rows that the sum under way names
+        self.confirmed: list[_Row] = []
+        self._summed: list[_Row] = []  # rows whose totals are in the sum under way
         self._lines: _Lines | None = None
         self.rows = keep
         self.last: dict[str, float] = {}
@@ -93,12 +96,13 @@ class Metrics:
                 self._remember(row)
             self._lines = _Lines(directory.metrics)
 
-    def add(self, values: Mapping[str, Any], weight: float = 1.0) -> None:
+    def add(self, values: Mapping[str, Any], weight: Any = 1.0, counts: bool = False) -> None:
         """Add the values of one micro-batch; a tensor is only copied on its device.
 
         Args:
             values: values by name.
-            weight: weight of the micro-batch in its step.
+            weight: weight of the micro-batch in its step, or its count of tokens.
+            counts: whether the weight is a count, which differs between ranks.
 
         Raises:
             UsageError: a value is no number.
@@ -112,14 +116,30 @@ class Metrics:
                 )
             except (TypeError, ValueError, RuntimeError):
                 raise no_number(name, value) from None
-            if weight != 1.0:
+            if counts or weight != 1.0:
                 number = number * weight
             if name in now:
                 known = now[name]
                 known[0] = known[0] + number
                 known[1] += 1
+                if counts:
+                    known[2] = weight if known[2] is None else known[2] + weight
             else:
-                now[name] = [number, 1]
+                now[name] = [number, 1, weight if counts else None]
+
+    def numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values as numbers, which later changes of tensors do not change.
+
+        Raises:
+            UsageError: a value is no number.
+        """
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = self._number(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise no_number(name, value) from None
+        return numbers
 
     def _number(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or self._on_host:
@@ -143,10 +163,12 @@ class Metrics:
             self._gather(step - 1, epoch, before)
             fresh = {name: now.pop(name) for name in list(now) if name not in window}
             self._gather(step, epoch, fresh)
-        for name, (total, count) in now.items():
+        for name, (total, times, tokens) in now.items():
             known = window[name]
             known[0] = known[0] + total
-            known[1] += count
+            known[1] += times
+            if tokens is not None:
+                known[2] = tokens if known[2] is None else known[2] + tokens
 
     def end_row(
         self, same: Mapping[str, Any] | None = None, tail: dict[str, float] | None = None
@@ -160,7 +182,7 @@ class Metrics:
         window, self._window = self._window, None
         if window:
             for name, value in (same or {}).items():
-                window[name] = [self._number(value), 1]
+                window[name] = [self._number(value), 1, None]
             self._gather(*self._last, window, tail, training=True)
 
     def _gather(
@@ -178,38 +200,57 @@ class Metrics:
 
     def waiting(self) -> str:
         """Describe the rows that are not confirmed on all ranks; the same text on all ranks."""
-        return "; ".join(map(str, chain(*self._offered, self._gathered))) or "nothing"
+        return "; ".join(map(str, (*self._offered, *self._gathered))) or "nothing"
 
-    def offer(self) -> None:
-        """Let a new sum of `Consensus` cover the waiting rows."""
-        self._offered.append(self._gathered)
-        self._gathered = []
+    def offer(self) -> list[Any]:
+        """Let a new sum of `Consensus` name the waiting rows; return the totals that join it."""
+        self._offered, self._gathered = self._gathered, []
+        if self._backend.world_size == 1:
+            self.confirmed += self._offered
+        self._summed, self.confirmed = self.confirmed, []
+        numbers = [number for row in self._summed for number in _numbers(row)]
+        if self._in_order:
+            ranks, own = range(self._backend.world_size), self._backend.rank
+            return [number if rank == own else 0.0 for number in numbers for rank in ranks]
+        return numbers
 
-    def accept(self) -> None:
-        """Begin to average the rows that a complete sum of `Consensus` has confirmed."""
-        rows = self._offered.popleft()
-        if rows:
-            self.flush()
-            numbers = [total for row in rows for total, _ in row.sums.values()]
-            if self._in_order:
-                ranks, own = range(self._backend.world_size), self._backend.rank
-                numbers = [total if rank == own else 0.0 for total in numbers for rank in ranks]
-            self._sum = rows, self._backend.sum_async(numbers)
+    def accept(self, totals: Sequence[float]) -> None:
+        """Write the rows whose totals are there; those that the sum named are confirmed.
 
-    def poll(self) -> None:
-        """Write the rows whose sum is complete."""
-        if self._sum is not None and self._sum[1].ready():
-            self.flush()
+        Args:
+            totals: those of `offer`, summed over the ranks.
+        """
+        values = iter(totals)
+        places = self._backend.world_size if self._in_order else 1
+        for row in self._summed:
+            for name, (_, times, tokens) in row.sums.items():
+                total = sum(islice(values, places))
+                if tokens is None:
+                    row.numbers[name] = total / (times * self._backend.world_size)
+                else:
+                    every = sum(islice(values, places))
+                    row.numbers[name] = total / every if every else math.nan
+            row.done = True
+            if not row.training:
+                self._note(row.head["step"], row.numbers)
+        if self._backend.world_size > 1:
+            self.confirmed += self._offered
+        self._offered, self._summed = [], []
+        self._write()
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return the values of this rank for the next row."""
         if self._window is None:
             return {}
-        return {name: [float(total), count] for name, (total, count) in self._window.items()}
+        return {
+            name: [float(total), times, tokens if tokens is None else float(tokens)]
+            for name, (total, times, tokens) in self._window.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
         """Load the values that `state_dict` returned."""
-        self._window = {name: list(kept) for name, kept in state.items()} or None
+        # Checkpoints of earlier versions have no count of tokens.
+        self._window = {name: [*kept, None][:3] for name, kept in state.items()} or None
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Write a row of values that are the same on all ranks, such as those of an evaluation.
@@ -240,26 +281,9 @@ class Metrics:
         self._noted = (step, {**self.at(step), **numbers})
 
     def close(self) -> None:
-        """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
+        """Close the file; rows that are not averaged yet are lost."""
         if self._lines is not None:
             self._lines.close()
-
-    def flush(self) -> None:
-        """Wait for the sum that is under way, and write its rows; called by all ranks."""
-        if self._sum is None:
-            return
-        rows, sums = self._sum
-        self._sum = None
-        values = iter(sums.values())
-        places = self._backend.world_size if self._in_order else 1
-        for row in rows:
-            for name, (_, count) in row.sums.items():
-                total = sum(islice(values, places))
-                row.numbers[name] = total / (count * self._backend.world_size)
-            row.done = True
-            if not row.training:
-                self._note(row.head["step"], row.numbers)
-        self._write()
 
     def _write(self) -> None:
         """Write the rows that are done, in their order."""
@@ -275,6 +299,14 @@ class Metrics:
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in POSITIONS})
+
+
+def _numbers(row: _Row) -> Iterator[Any]:
+    """Return the totals of a row, with the counts of those that are weighted by tokens."""
+    for total, _, tokens in row.sums.values():
+        yield total
+        if tokens is not None:
+            yield tokens
 
 
 def _head(step: int, epoch: int) -> dict[str, Any]:

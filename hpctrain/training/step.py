@@ -62,6 +62,7 @@ class Step:
         pending: whether the loop has a batch that is not counted yet.
         bodies: batches of the run since the last step.
         micro_batch: index of the micro-batch in its step.
+        passed: backward passes in this micro-batch.
         last: whether this is the last micro-batch of its step.
         done: whether this batch of the run has ended a step.
         weight: weight of the micro-batch in its step; 1 if all have the same number of samples.
@@ -79,7 +80,7 @@ class Step:
         self._accumulate = context.batches.accumulate
         self.number = 0
         self.in_run = self.in_body = self.pending = self.done = False
-        self.bodies = self.micro_batch = 0
+        self.bodies = self.micro_batch = self.passed = 0
         self.last = self._accumulate == 1
         self.weight = 1.0
         self.tokens = TokenCount(context)
@@ -97,7 +98,6 @@ class Step:
         self._need_closures = False
         self._inside = False  # whether an optimizer's methods or torch's clipping are called here
         self._passes = 0  # backward passes since the last step
-        self._passed = 0  # backward passes in this micro-batch
         self._updated = False  # whether an optimizer has stepped since the loss scale was updated
         self._own = False  # whether the script calls the optimizers itself, in this step
         self._ignored = False  # whether this batch had a call of a scheduler that did not count
@@ -208,9 +208,7 @@ class Step:
         if not self.in_body:
             self._refuse_outside()
         guard = self._guard
-        if self.micro_batch == self._passed == 0 and (
-            guard.left or guard.sentinel.grad is not None
-        ):
+        if self.micro_batch == self.passed == 0 and (guard.left or guard.sentinel.grad is not None):
             guard.before_step()
         self._pass(loss, None, {})
         if not self.last:
@@ -334,7 +332,7 @@ class Step:
     def _pass(self, loss: Tensor, count: Any, keywords: dict[str, Any]) -> None:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
             raise no_loss(loss)
-        if self._passed or self.micro_batch or self._own or self._updated or self.before:
+        if self.passed or self.micro_batch or self._own or self._updated or self.before:
             self._begin_pass(loss)  # not the only pass of a step
         last = self.last
         self._heartbeat.enter(BACKWARD if last else ACCUMULATING)
@@ -349,7 +347,7 @@ class Step:
                 loss = loss / self._accumulate
         self._precision.backward(loss, **keywords)
         self._passes += 1
-        self._passed += 1
+        self.passed += 1
         if not last:
             if not self._own:
                 self._guard.between()
@@ -361,14 +359,14 @@ class Step:
         """Prepare the gradients for a pass that others of its step precede."""
         while self.before:
             self.before.pop()()
-        if self._passed and self._backend.reduction in ("sum", "adasum"):
+        if self.passed and self._backend.reduction in ("sum", "adasum"):
             raise UsageError("HT607.second-pass", reduction=self._backend.reduction)
         if self._own:
-            if self._warns and self._passed:
+            if self._warns and self.passed:
                 self._warn_of_update(loss)
             for one in self.optimizers:
                 one.before_pass()
-        elif self.micro_batch and not self._passed:
+        elif self.micro_batch and not self.passed:
             self._guard.before_micro_batch()
         if self._updated and self._accumulate == 1:
             self._update_scale()
@@ -435,7 +433,7 @@ class Step:
         if not self._passes:
             refuse_plain_backward(self._context, self.weight, one.optimizer)
         if self._accumulate > 1:
-            if not self._passed:
+            if not self.passed:
                 return  # this batch is no micro-batch
             one.finish()
             if not self.last:
@@ -513,12 +511,13 @@ class Step:
                 else:
                     if self.last:
                         one.refuse_some(self._accumulate)
-                    one.end_micro_batch(self._passed > 0)
+                    one.end_micro_batch(self.passed > 0)
         if done:
-            self._passed = 0
-            self._begin_step()
-        elif self._passed:
-            self._passed = 0
+            self.passed = self._passes = 0
+            if self.micro_batch or self._own or self.tokens.counts:
+                self._begin_step()
+        elif self.passed:
+            self.passed = 0
             self.tokens.end_micro_batch()
             self._begin_micro_batch(self.micro_batch + 1)
 

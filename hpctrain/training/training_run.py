@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -90,6 +90,8 @@ class Run:
         self._epochs: int | None = None
         limit = context.options.max_steps
         self._most_steps = sys.maxsize if limit is None else limit
+        # Values that were logged before the first pass of the batch, whose count is not known yet.
+        self._early: list[Mapping[str, Any]] = []
         self._save_due = False  # whether the script has asked for a checkpoint
         self._in_epoch = False  # whether the script is in the body of an epoch
         self._compared = False  # whether the ranks have compared their data sets
@@ -382,6 +384,8 @@ class Run:
         if not self._step.pending:
             return
         self._batches += 1
+        while self._early:
+            self._add(self._early.pop(0))
         if not self._step.end_body():
             return
         context, step = self._context, self._step.number
@@ -471,8 +475,15 @@ class Run:
         if not self._step.in_body:
             self._settle()
             self._metrics.write(self.step, self.epoch, values)
+        elif self._step.passed:
+            self._add(values)
         else:
-            self._metrics.add(values, self._step.weight)
+            self._early.append(self._metrics.numbers(values))
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        """Add values of a micro-batch, weighted by its samples or by the tokens of its losses."""
+        step, count = self._step, self._step.tokens.count
+        self._metrics.add(values, step.weight if count is None else count, count is not None)
 
     def save(self) -> None:
         """Take a checkpoint of everything that determines the next step; called by all ranks.
@@ -504,7 +515,6 @@ class Run:
         self._events.heartbeat.enter(WAITING)
         self._agreement.now("a checkpoint", self.step, self.epoch)
         self._events.heartbeat.enter(SAVING)
-        self._metrics.flush()
         metrics, log = self._metrics.at(self.step), self._metrics.state_dict()
         self._checkpoints.save(self._position(), metrics, log, to_disk)
         self._save_due &= not to_disk
@@ -559,7 +569,6 @@ class Run:
         self._events.heartbeat.enter(WAITING)
         self._agreement.now("the end of the run", self.step, self.epoch)
         self._events.heartbeat.enter(SAVING)
-        self._metrics.flush()
         self._monitor.timings.finish(self.step, self.epoch)
         self._checkpoints.finish()
 

@@ -8,7 +8,6 @@ import signal
 import pytest
 import torch
 
-from hpctrain.backends.base import Work
 from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
 from hpctrain.rundir import RunDirectory
@@ -68,19 +67,17 @@ def test_consensus_reads_each_value_once(single):
     requests = []
     consensus = Consensus(single)
 
-    def values():
-        return {"requests": float(requests.pop() if requests else 0)}
-
     def step():
-        return consensus.step(values(), "") if consensus.due(False) else None
+        if not consensus.due(False):
+            return None
+        consensus.begin({"requests": float(requests.pop() if requests else 0)}, "")
+        return consensus.read()[0]
 
     assert step() == {"requests": 0.0}
     requests.append(1)
     sums = [step() for _ in range(600)]
     assert [one["requests"] for one in sums if one].count(1.0) == 1
-    requests.append(1)
-    assert consensus.now(values(), "") == {"requests": 1.0}
-    assert consensus.now(values(), "") == {"requests": 0.0}
+    assert consensus.read() is None
 
 
 class LateSums:
@@ -104,28 +101,20 @@ def test_metrics_sums_are_read_one_row_later():
     consensus = Consensus(late)
     read = {}
     for step in range(20):
-        sums = consensus.step({"step": float(step)}, "") if consensus.due(False) else None
-        if sums is not None:
-            read[step] = sums["step"] / 2
-    begins = [int(numbers[0]) for numbers in late.started]
+        if consensus.due(False):
+            sums = consensus.read()
+            consensus.begin({"step": float(step)}, "", [1.0] * step)
+            if sums is not None:
+                read[step] = sums[0]["step"] / 2
+                assert sums[1] == [2.0] * int(read[step])
+    begins = [int(numbers[3]) for numbers in late.started]
     assert read == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
-    # Sums that have begun are still read where ranks wait for each other.
-    assert consensus.now({"step": float(step)}, "")["step"] == 2 * begins[-1] + 2 * 19
-
-
-class Several(Single):
-    """A rank of several; the test says what the sums over the ranks are."""
-
-    def sum_async(self, numbers):
-        self.sent = numbers
-        return Work(self.sums)
 
 
 def test_means_of_deterministic_runs_are_added_in_the_order_of_the_ranks():
     """Another place in the message, as of a later row, must not change the last bit."""
-    backend = Several(None, torch.device("cpu"), None)
+    backend = Single(None, torch.device("cpu"), None)
     backend.rank, backend.world_size = 1, 3
-    backend.sums = [0.1, 0.2, 0.3, 0.3, 0.2, 0.1]
     trim(RunDirectory("run"), 0)
     torch.use_deterministic_algorithms(True)
     try:
@@ -133,12 +122,13 @@ def test_means_of_deterministic_runs_are_added_in_the_order_of_the_ranks():
         metrics.add({"loss": 0.2, "score": 4.0})
         metrics.end_step(1, 0)
         metrics.end_row()
-        metrics.offer()
-        metrics.accept()
-        metrics.flush()
+        assert metrics.offer() == []
+        metrics.accept([])
+        sent = metrics.offer()
+        metrics.accept([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert backend.sent == [0.0, 0.2, 0.0, 0.0, 4.0, 0.0]
+    assert sent == [0.0, 0.2, 0.0, 0.0, 4.0, 0.0]
     assert metrics.last["loss"] == (0.1 + 0.2 + 0.3) / 3
     assert metrics.last["score"] == (0.3 + 0.2 + 0.1) / 3
     assert metrics.last["loss"] != metrics.last["score"]

@@ -32,8 +32,8 @@ class DDP(ProcessGroup):
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None:
         self._own, self._deterministic = settings.own, settings.deterministic
-        self.buffers_gradients = settings.own["gradient_as_bucket_view"]
-        if settings.own["compression"] == "powersgd":
+        self.buffers_gradients = settings.own.get("gradient_as_bucket_view", True)
+        if settings.own.get("compression") == "powersgd":
             self.reduction = "powersgd"
         self._trained: list[Trained] = []
         self._wrapped: list[TransparentDDP] = []
