@@ -197,6 +197,6 @@ def train(optimizer, options):
 )
 def test_training_loop_does_not_sync_the_device(optimizer, options):
     (read,) = ranks.values(ranks.run(1, train, optimizer, options))
-    # The sums of the rows, and those of the consensus between ranks.
-    assert len(read) >= 5
+    # Each has rows, and what the ranks decide by.
+    assert len(read) >= 3
     assert all(begun < step for begun, step in read), read
