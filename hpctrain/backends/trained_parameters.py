@@ -1,13 +1,13 @@
-"""A record of which parameters of a model are trained, to detect changes."""
+"""Which parameters of a model are trained, and which of them a loss depends on."""
 
 from collections.abc import Sequence
 from operator import attrgetter
 
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.process.logging import logger
 
-__all__ = ["Trained"]
+__all__ = ["Trained", "reached"]
 
 _TRAINED = attrgetter("requires_grad")
 
@@ -46,3 +46,23 @@ class Trained:
             f": {new[0][0]} and {len(new) - 1} more" if new else ": none",
         )
         return new
+
+
+def reached(*outputs: Tensor) -> set[int] | None:
+    """Return the ids of the parameters on which losses or outputs of a model depend.
+
+    Returns:
+        None if a part of the graph is hidden: torch's checkpoint(use_reentrant=True) computes it
+        again in the backward pass.
+    """
+    nodes, visited, found = [output.grad_fn for output in outputs], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return None
+        found.add(id(getattr(node, "variable", None)))
+        nodes += [before for before, _ in node.next_functions]
+    return found

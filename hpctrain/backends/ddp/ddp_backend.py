@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.ddp import ddp_options
-from hpctrain.backends.ddp.rehearsal import reached, rehearse, rehearse_loss
+from hpctrain.backends.ddp.rehearsal import rehearse, rehearse_loss
 from hpctrain.backends.distributed.process_group import ProcessGroup, transport_of
 from hpctrain.backends.settings import BackendSettings
-from hpctrain.backends.trained_parameters import Trained
+from hpctrain.backends.trained_parameters import Trained, reached
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.backends.trained_parameters import reached
 from hpctrain.process import random_states
 from hpctrain.process.pytree import map_tensors
 
-__all__ = ["reached", "rehearse", "rehearse_loss"]
+__all__ = ["rehearse", "rehearse_loss"]
 
 
 def rehearse(
@@ -74,26 +75,6 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
         for model in models:
             attached = model.attach(attached)  # type: ignore[operator]
         torch.autograd.backward(attached, retain_graph=True)
-
-
-def reached(*outputs: Tensor) -> set[int] | None:
-    """Return the ids of the parameters on which losses or outputs of a model depend.
-
-    Returns:
-        None if a part of the graph is hidden: torch's checkpoint(use_reentrant=True) computes it
-        again in the backward pass.
-    """
-    nodes, visited, found = [output.grad_fn for output in outputs], set(), set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return None
-        found.add(id(getattr(node, "variable", None)))
-        nodes += [before for before, _ in node.next_functions]
-    return found
 
 
 def _complete(wrapped: DistributedDataParallel, outputs: Sequence[Tensor]) -> bool:
