@@ -1,6 +1,7 @@
 """The averaging of a model's gradients by Horovod's DistributedOptimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
 
-__all__ = ["HorovodGradients", "broadcast", "combine_updates", "compression"]
+__all__ = ["HorovodGradients", "average", "broadcast", "combine_updates", "compression"]
 
 _NEVER = 2**31
 _AVERAGED = (torch.float16, torch.float32, torch.float64)
@@ -45,27 +46,92 @@ class HorovodGradients:
                 raise UsageError("HT312.type-of-parameter", name=full, parameter=parameter)
         self._parameters = [parameter for _, parameter in trained]
         self._own = set(map(id, self._parameters))
+        self._compressor = compression(hvd, options["compression"])
         self._synchronizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self._parameters, lr=0.0),
             named_parameters=trained,
-            compression=compression(hvd, options["compression"]),
+            compression=self._compressor,
             op={"average": hvd.Average, "sum": hvd.Sum}[options["op"]],
             gradient_predivide_factor=options["gradient_predivide_factor"],
             groups=options["groups"],
             sparse_as_dense=options["sparse_as_dense"],
         )
+        self._number, self._factor = len(trained), options["gradient_predivide_factor"]
+        self._groups = list(self._synchronizer._group_counts)
 
-    def average(self) -> None:
-        """Wait until the gradients of the last backward passes are averaged over all ranks.
+    def pending(self) -> bool:
+        """Check whether this rank has gradients that are not averaged yet."""
+        return bool(self._synchronizer._handles)
 
-        A model that had no part in them has sent none, on any rank. Horovod would average zeros for
-        it, and for parameters that were frozen since.
+    def shares(self) -> list[bool]:
+        """Return what this rank contributes to the next averaging.
+
+        Returns:
+            For each parameter whether there is a gradient, then for each whether it is sparse, then
+            for each group whether it was sent as one.
         """
-        if self._synchronizer._handles:
-            self._synchronizer.synchronize()
-            for parameter in self._parameters:
-                if not parameter.requires_grad:
-                    parameter.grad = None
+        handles = self._synchronizer._handles
+        keys = [key if isinstance(key, tuple) else (key,) for key in handles]
+        ids = {id(parameter) for key in keys for parameter in key}
+        present = [id(parameter) in ids for parameter in self._parameters]
+        gradients = [
+            p.grad if here else None for p, here in zip(self._parameters, present, strict=True)
+        ]
+        sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
+        return [*present, *sparse, *(group in handles for group in self._groups)]
+
+    def all_sent(self, shares: Sequence[bool]) -> bool:
+        """Check whether this rank lacks nothing that another rank may have.
+
+        Args:
+            shares: this rank's `shares`.
+        """
+        return all(shares[-len(self._groups) :] if self._groups else shares[: self._number])
+
+    def exchange(self, hvd: ModuleType, shares: Sequence[bool]) -> int:
+        """Begin to sum the shares of all ranks; return the handle, for `hvd.synchronize`.
+
+        They are sent like a gradient, with the same type, operation and factors. So Horovod puts
+        them into the message of the last gradients, and with 2 ranks over gloo they take 0.2 ms or
+        less. A message of their own takes 1 ms.
+        """
+        like, factor = self._parameters[0], self._factor
+        flags = torch.tensor(shares, dtype=like.dtype, device=like.device)
+        sums, _ = self._compressor.compress(flags)
+        handle: int = hvd.allreduce_async_(
+            sums,
+            name=f"shares.{len(shares)}",  # parameters that are unfrozen later have shares, too
+            op=self._synchronizer.op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+        )
+        return handle
+
+    def fill(self, shares: Sequence[float]) -> None:
+        """Send zeros for what this rank lacks and another rank has.
+
+        Args:
+            shares: sums of the `shares` of all ranks.
+        """
+        synchronizer, number = self._synchronizer, self._number
+        used = [p for p, share in zip(self._parameters, shares, strict=False) if share]
+        for parameter, share in zip(self._parameters, shares[number:], strict=False):
+            if share and parameter.grad is None:
+                parameter.grad = _no_rows(parameter)  # Horovod's own zeros are dense
+        for group, share in zip(self._groups, shares[2 * number :], strict=True):
+            if share and group not in synchronizer._handles:
+                for parameter in group:
+                    synchronizer._handles.pop(parameter, None)
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                sent = synchronizer._grouped_allreduce_grad_async(group)
+                synchronizer._handles[group] = sent
+        # `synchronize` sends zeros for all of these.
+        synchronizer._requires_update = set(used)
+
+    def wait(self) -> None:
+        """Wait until the gradients are averaged."""
+        self._synchronizer.synchronize()
 
     def send(self, wanted: bool) -> None:
         """Let the hooks send gradients at the next backward pass, or hold them back.
@@ -81,6 +147,42 @@ class HorovodGradients:
     def has(self, parameter: nn.Parameter) -> bool:
         """Check whether this object averages the gradient of a parameter."""
         return id(parameter) in self._own
+
+
+def average(hvd: ModuleType, averagers: Sequence[HorovodGradients]) -> None:
+    """Average the gradients of the last backward passes over all ranks; called by all ranks.
+
+    A rank without a gradient for a parameter sends zeros, if another rank has one. If no rank has
+    one, nothing is sent and the gradient stays as it was: None, or averaged after an earlier pass.
+    An optimizer leaves a parameter without a gradient alone, but decays and moves one whose
+    gradient is zero. Horovod would send zeros for both.
+
+    So the ranks exchange in every step which gradients they have, as this costs little: see
+    `HorovodGradients.exchange`. (ddp looks for missing gradients in its first steps only, or has to
+    be told, since it pays for that in every step.)
+
+    Args:
+        hvd: `horovod.torch`.
+        averagers: averagers of all models; one or more.
+    """
+    shares = [averager.shares() for averager in averagers]
+    handle = averagers[0].exchange(hvd, [share for own in shares for share in own])
+    lacks = not all(one.all_sent(own) for one, own in zip(averagers, shares, strict=True))
+    if lacks:  # else the sums tell this rank nothing, and a GPU need not be waited for
+        sums = iter(hvd.synchronize(handle).tolist())
+        for averager, own in zip(averagers, shares, strict=True):
+            averager.fill(list(islice(sums, len(own))))
+    for averager in averagers:
+        averager.wait()
+    if not lacks:
+        hvd.synchronize(handle)
+
+
+def _no_rows(parameter: nn.Parameter) -> Tensor:
+    """Return a sparse gradient of an embedding's weight, without rows."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(rows, values, parameter.shape)
 
 
 def compression(hvd: ModuleType, name: str) -> Any:

@@ -72,6 +72,7 @@ class Horovod(Backend):
         self._trained: list[Trained] = []
         self._gradients: list[gradients.HorovodGradients] = []
         self._sends = True  # whether backward passes send gradients
+        self._passed = False  # whether a backward pass began since the last averaging
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
         self._wait = Wait()
@@ -178,6 +179,7 @@ class Horovod(Backend):
 
     def attach(self, loss: Tensor) -> Tensor:
         """Add hooks to parameters that were unfrozen."""
+        self._passed = True
         for trained in self._trained:
             if trained.changed():
                 # Parameters that were frozen for a while still have their hooks.
@@ -198,14 +200,19 @@ class Horovod(Backend):
 
     def forget(self) -> None:
         """Drop what the hooks hold back."""
+        self._passed = False
         for averager in self._gradients:
             averager.forget()
 
     def sync_gradients(self) -> None:
         """Wait for the sums that the backward pass began."""
-        with self._wait("gradients"):
-            for averager in self._gradients:
-                averager.average()
+        # A loss may reach a model on some ranks only, and each of them has to take part. A backward
+        # pass that the session does not see leaves only its gradients.
+        begun = self._passed or any(averager.pending() for averager in self._gradients)
+        self._passed = False
+        if begun and self._gradients and self.world_size > 1:
+            with self._wait("gradients"):
+                gradients.average(self._hvd, self._gradients)
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take the optimizer step; with Adasum, combine the steps of all ranks."""
