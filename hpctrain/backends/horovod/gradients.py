@@ -223,6 +223,8 @@ def combine_updates(
 ) -> None:
     """Take a step on this rank's gradients, and combine the ranks' updates by Adasum.
 
+    A rank without a gradient for a parameter has no update. If no rank has one, nothing is sent.
+
     Horovod's own optimizer for Adasum does the same, but here the optimizer stays as it is. Source:
     Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021 (arXiv 2006.02924),
     and _DistributedAdasumOptimizer in horovod/torch/optimizer.py, Horovod 0.28.1.
@@ -233,25 +235,25 @@ def combine_updates(
         step: function that takes the optimizer step.
         compressor: compressor from `compression`, for the updates that are sent.
     """
-    parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
-    before = [parameter.detach().clone() for parameter in parameters]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [None if p.grad is None else p.detach().clone() for p in parameters]
+    has = [old is not None for old in before]
+    own = torch.tensor(has, dtype=torch.float32, device=parameters[0].device)
+    shares = hvd.allreduce_async_(own, name="adasum.shares", op=hvd.Sum)
     step(optimizer)
-    packed = [
-        compressor.compress(parameter.detach() - old)
-        for parameter, old in zip(parameters, before, strict=True)
-    ]
-    handles = [
-        hvd.allreduce_async_(update, name=f"adasum.{number}", op=hvd.Adasum)
-        for number, (update, _) in enumerate(packed)
-    ]
-    with torch.no_grad():
-        for parameter, old, handle, (_, context) in zip(
-            parameters, before, handles, packed, strict=True
-        ):
-            update = compressor.decompress(hvd.synchronize(handle), context)
-            parameter.copy_(old + update)
+    sent = []
+    # By the position among all parameters, as each rank may have gradients for others.
+    for number, share in enumerate(hvd.synchronize(shares).tolist()):
+        if share:
+            parameter, old = parameters[number].detach(), before[number]
+            # A rank without a gradient has not changed it.
+            update = torch.zeros_like(parameter) if old is None else parameter - old
+            data, context = compressor.compress(update)
+            handle = hvd.allreduce_async_(data, name=f"adasum.{number}", op=hvd.Adasum)
+            sent.append((parameter, parameter if old is None else old, handle, context))
+    for parameter, old, handle, context in sent:
+        update = compressor.decompress(hvd.synchronize(handle), context)
+        parameter.copy_(old + update)
 
 
 def broadcast(hvd: ModuleType, tensors: Sequence[Tensor], source: int) -> None:
