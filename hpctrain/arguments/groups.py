@@ -67,10 +67,6 @@ class Horovod:
     )
     groups: int | None = option(None, "number of messages for all gradients", COUNT)
     sparse_as_dense: bool = option(False, "send sparse gradients as dense")
-    find_unused_parameters: bool = option(
-        False,
-        "search in every step for parameters that the loss does not use, such as skipped layers",
-    )
 
 
 class _SettingError(ValueError):

@@ -38,7 +38,6 @@ class HorovodKeywords(TypedDict, total=False):
     gradient_predivide_factor: float
     groups: int | None
     sparse_as_dense: bool
-    find_unused_parameters: bool
 
 
 class Keywords(TypedDict, total=False):

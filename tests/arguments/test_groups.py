@@ -100,7 +100,6 @@ def test_settings_of_another_backend_are_rejected():
         "gradient_predivide_factor": 1.0,
         "groups": None,
         "sparse_as_dense": False,
-        "find_unused_parameters": False,
     }
     assert Options().of_backend("single") == {}
     assert Options().of_backend("ddp") == GROUPS["ddp"].values(None)

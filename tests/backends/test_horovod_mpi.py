@@ -9,6 +9,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 PROGRAM = str(Path(__file__).with_name("over_mpi.py"))
+SOME_LAYERS = str(Path(__file__).with_name("adasum_of_some_layers.py"))
 
 
 @pytest.fixture
@@ -32,6 +33,16 @@ def test_adasum_over_mpi_equals_horovod_baseline(mpirun, ranks):
     assert transport == "mpi"
     assert float(difference) < 1e-12
     assert done.stdout.count("a second Session over Horovod and MPI in one process") == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adasum_of_ranks_that_use_different_layers(mpirun, ranks):
+    command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, SOME_LAYERS]
+    done = launches.start(command, ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    differences = [float(line.split()[2]) for line in done.stdout.splitlines()]
+    assert len(differences) == ranks
+    assert max(differences) < 1e-12
 
 
 def test_horovod_over_another_mpi_than_the_launchers_is_refused(mpirun):

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -28,7 +27,7 @@ from hpctrain.backends.horovod.horovod_import import (
 )
 from hpctrain.backends.horovod.liveness import Connections, Liveness, Wait
 from hpctrain.backends.settings import BackendSettings
-from hpctrain.backends.trained_parameters import TRAINED, Trained, shortened
+from hpctrain.backends.trained_parameters import TRAINED, Trained
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankMissingError, StartError, UsageError
 from hpctrain.process.logging import logger
@@ -40,7 +39,6 @@ __all__ = ["Horovod"]
 T = TypeVar("T")
 _MOST_LATER = 64
 _SHUTDOWN_SECONDS = 5.0
-_FIRST_PASSES = 6  # as with ddp
 _CHECK_SECONDS = 0.1  # interval of the check for lost ranks while Horovod connects
 
 
@@ -75,10 +73,7 @@ class Horovod(Backend):
         self._trained: list[Trained] = []
         self._gradients: list[gradients.HorovodGradients] = []
         self._sends = True  # whether backward passes send gradients
-        self._passed = False  # whether a pass came since gradients were last averaged
-        # Whether the ranks look for unused parameters in each step.
-        self._looks: bool = settings.own["find_unused_parameters"]
-        self._first_passes = _FIRST_PASSES  # passes left in which the ranks look for them
+        self._passed = False  # whether a backward pass began since the last averaging
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
         self._wait = Wait()
@@ -207,60 +202,19 @@ class Horovod(Backend):
 
     def forget(self) -> None:
         """Drop what the hooks hold back."""
+        self._passed = False
         for averager in self._gradients:
             averager.forget()
 
     def sync_gradients(self) -> None:
-        """Wait for the sums that the backward pass began.
-
-        In the first passes, the ranks exchange which parameters have a gradient; if the loss of one
-        does not use all, they exchange it in each step. Later, a missing one is an error.
-
-        Raises:
-            UsageError: a parameter has no gradient for the first time.
-        """
-        if not self._sends or not (self._passed or any(one.waits for one in self._gradients)):
-            return
-        # The script's own loss.backward() shows only by what it has sent.
-        if not (self._passed or any(one.sends for one in self._gradients)):
-            with self._wait("gradients"):  # of a model that this micro-batch does not use
-                for averager in self._gradients:
-                    averager.average()
-            return
+        """Wait for the sums that the backward pass began."""
+        # A loss may reach a model on some ranks only, and each of them has to take part. A backward
+        # pass that the session does not see leaves only its gradients.
+        begun = self._passed or any(averager.pending() for averager in self._gradients)
         self._passed = False
-        if not self._gradients:
-            return
-        if not (self._looks or self._first_passes):
-            for unused in [one.unused() for one in self._gradients]:
-                if unused:
-                    raise UsageError("HT310.no-gradient-over-horovod", parameters=shortened(unused))
+        if begun and self._gradients and self.world_size > 1:
             with self._wait("gradients"):
-                for averager in self._gradients:
-                    if averager.sends:
-                        averager.average()
-            return
-        self._first_passes -= self._first_passes > 0
-        unused = [name for one in self._gradients for name in one.unused()]
-        used = torch.tensor([count for one in self._gradients for count in one.used()])
-        with self._wait("gradients"):
-            ranks = iter(self._hvd.allreduce(used, name="used", op=self._hvd.Sum).tolist())
-            # All of them, also after one that is not even.
-            even = [one.average(list(islice(ranks, one.size))) for one in self._gradients]
-        if not (self._looks or all(even)):
-            self._looks = True
-            logger.info(
-                "the loss does not use %s: the ranks look for such parameters in each step from "
-                "now on, as with --horovod find-unused-parameters",
-                shortened(unused) if unused else "some parameters on another rank",
-            )
-
-    def has_unused(self, model: nn.Module) -> bool:
-        """Return whether the ranks look for unused parameters in each step."""
-        return self._looks
-
-    def expect_unused(self, model: nn.Module) -> None:
-        """Let the ranks look for unused parameters in each step."""
-        self._looks = True
+                gradients.average(self._hvd, self._gradients)
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take the optimizer step; with Adasum, combine the steps of all ranks."""
