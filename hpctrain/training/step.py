@@ -359,6 +359,10 @@ class Step:
         """Prepare the gradients for a pass that others of its step precede."""
         while self.before:
             self.before.pop()()
+        if self._updated and self._accumulate == 1:
+            self._update_scale()
+            if not self.in_body:
+                self._end_micro_batch(True)
         if self.passed and self._backend.reduction in ("sum", "adasum"):
             raise UsageError("HT607.second-pass", reduction=self._backend.reduction)
         if self._own:
@@ -368,10 +372,6 @@ class Step:
                 one.before_pass()
         elif self.micro_batch and not self.passed:
             self._guard.before_micro_batch()
-        if self._updated and self._accumulate == 1:
-            self._update_scale()
-            if not self.in_body:
-                self._end_micro_batch(True)
 
     def _update(self, one: PreparedOptimizer) -> None:
         """Clip as the options say, and take the optimizer step."""

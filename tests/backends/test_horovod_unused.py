@@ -171,28 +171,6 @@ def test_horovod_loss_that_reaches_a_model_on_one_rank_only():
             assert weights == pytest.approx(expected, rel=1e-12)
 
 
-def train_in_two_passes(backend):
-    """Train; each of two backward passes of a step reaches another expert."""
-    with session(backend, {"op": "sum"}) as opened:
-        torch.manual_seed(5)
-        raw = Experts()
-        model, optimizer = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
-        for step in range(3):
-            inputs = torch.full((2, 3), step + 1.0, dtype=torch.float64)
-            for number in range(2):
-                loss = model(inputs, [number] * 2)
-                opened.backward(loss / opened.world.world_size)
-            optimizer.step()
-            optimizer.zero_grad()
-        return flat_weights(model)
-
-
-def test_horovod_sums_gradients_once_that_a_second_pass_does_not_reach():
-    (alone,) = ranks.values(ranks.run(1, train_in_two_passes, "single"))
-    for weights in ranks.values(ranks.run(2, train_in_two_passes, "horovod")):
-        assert weights == pytest.approx(alone, rel=1e-12)
-
-
 # Sparse gradients.
 
 

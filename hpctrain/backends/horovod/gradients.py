@@ -68,9 +68,10 @@ class HorovodGradients:
 
         Returns:
             For each parameter whether there is a gradient, then for each whether it is sparse, then
-            for each group whether it was sent as one.
+            for each group whether it was sent as one, and whether the last pass has reached any.
         """
         handles = self._synchronizer._handles
+        reached = 0 in self._synchronizer._allreduce_delay.values()
         keys = [key if isinstance(key, tuple) else (key,) for key in handles]
         ids = {id(parameter) for key in keys for parameter in key}
         present = [id(parameter) in ids for parameter in self._parameters]
@@ -78,7 +79,7 @@ class HorovodGradients:
             p.grad if here else None for p, here in zip(self._parameters, present, strict=True)
         ]
         sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
-        return [*present, *sparse, *(group in handles for group in self._groups)]
+        return [*present, *sparse, *(group in handles for group in self._groups), reached]
 
     def all_sent(self, shares: Sequence[bool]) -> bool:
         """Check whether this rank lacks nothing that another rank may have.
@@ -86,7 +87,8 @@ class HorovodGradients:
         Args:
             shares: this rank's `shares`.
         """
-        return all(shares[-len(self._groups) :] if self._groups else shares[: self._number])
+        *mine, reached = shares
+        return reached and all(mine[-len(self._groups) :] if self._groups else mine[: self._number])
 
     def exchange(self, hvd: ModuleType, shares: Sequence[bool]) -> int:
         """Begin to sum the shares of all ranks; return the handle, for `hvd.synchronize`.
@@ -108,7 +110,7 @@ class HorovodGradients:
         return handle
 
     def fill(self, shares: Sequence[float]) -> None:
-        """Send zeros for what this rank lacks and another rank has.
+        """Send zeros for what this rank lacks and another rank has; called before `wait`.
 
         Args:
             shares: sums of the `shares` of all ranks.
@@ -118,7 +120,7 @@ class HorovodGradients:
         for parameter, share in zip(self._parameters, shares[number:], strict=False):
             if share and parameter.grad is None:
                 parameter.grad = _no_rows(parameter)  # Horovod's own zeros are dense
-        for group, share in zip(self._groups, shares[2 * number :], strict=True):
+        for group, share in zip(self._groups, shares[2 * number : -1], strict=True):
             if share and group not in synchronizer._handles:
                 for parameter in group:
                     synchronizer._handles.pop(parameter, None)
@@ -149,7 +151,7 @@ class HorovodGradients:
         return id(parameter) in self._own
 
 
-def average(hvd: ModuleType, averagers: Sequence[HorovodGradients]) -> None:
+def average(hvd: ModuleType, averagers: Sequence[HorovodGradients], held: bool) -> None:
     """Average the gradients of the last backward passes over all ranks; called by all ranks.
 
     A rank without a gradient for a parameter sends zeros, if another rank has one. If no rank has
@@ -164,6 +166,8 @@ def average(hvd: ModuleType, averagers: Sequence[HorovodGradients]) -> None:
     Args:
         hvd: `horovod.torch`.
         averagers: averagers of all models; one or more.
+        held: whether to average also what was held back in earlier passes, for models of which the
+            last pass has reached nothing on any rank.
     """
     shares = [averager.shares() for averager in averagers]
     handle = averagers[0].exchange(hvd, [share for own in shares for share in own])
@@ -171,9 +175,13 @@ def average(hvd: ModuleType, averagers: Sequence[HorovodGradients]) -> None:
     if lacks:  # else the sums tell this rank nothing, and a GPU need not be waited for
         sums = iter(hvd.synchronize(handle).tolist())
         for averager, own in zip(averagers, shares, strict=True):
-            averager.fill(list(islice(sums, len(own))))
-    for averager in averagers:
-        averager.wait()
+            ranks = list(islice(sums, len(own)))
+            if held or ranks[-1]:
+                averager.fill(ranks)
+                averager.wait()
+    else:
+        for averager in averagers:
+            averager.wait()
     if not lacks:
         hvd.synchronize(handle)
 

@@ -210,11 +210,11 @@ class Horovod(Backend):
         """Wait for the sums that the backward pass began."""
         # A loss may reach a model on some ranks only, and each of them has to take part. A backward
         # pass that the session does not see leaves only its gradients.
-        begun = self._passed or any(averager.pending() for averager in self._gradients)
-        self._passed = False
+        passed, self._passed = self._passed, False
+        begun = passed or any(averager.pending() for averager in self._gradients)
         if begun and self._gradients and self.world_size > 1:
             with self._wait("gradients"):
-                gradients.average(self._hvd, self._gradients)
+                gradients.average(self._hvd, self._gradients, held=not passed)
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take the optimizer step; with Adasum, combine the steps of all ranks."""
