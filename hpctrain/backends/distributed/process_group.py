@@ -15,7 +15,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
-from hpctrain.backends.distributed import fork_guard
 from hpctrain.backends.distributed.flight_recorder import FlightRecorder
 from hpctrain.backends.distributed.store import absent, assemble, open_store
 from hpctrain.backends.settings import BackendSettings
@@ -117,9 +116,7 @@ class ProcessGroup(Backend):
     def sum_async(self, numbers: Sequence[Any]) -> Work:
         """Begin an all-reduce, without waiting for it; with gloo, in a process group of its own."""
         tensor = vector(numbers, self.device)
-        work = dist.all_reduce(tensor, group=self._aside, async_op=True)
-        fork_guard.expect(work)
-        return Work(tensor, work)
+        return Work(tensor, dist.all_reduce(tensor, group=self._aside, async_op=True))
 
     def broadcast_object(self, thing: T, source: int = 0) -> T:
         """Broadcast the object of one rank."""
