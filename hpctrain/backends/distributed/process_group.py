@@ -1,10 +1,14 @@
 """The default process group of torch.distributed: connection, collectives and errors of ranks."""
 
+import ctypes
 import datetime
 import json
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,12 +79,15 @@ class ProcessGroup(Backend):
             # process group. So gradients do not share one with sums that nobody waits for yet.
             if self.transport == "gloo":
                 self._aside = dist.new_group(timeout=limits[0])
+            self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            if "gloo" in libraries and sys.version_info < (3, 12):
+                self._keep_thread_states({None, self._aside}, limit_s)
             # Of each collective from now on. torch 2.15 renamed the function.
             change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self._aside):
                 change(limits[1], group)
             store.set_timeout(limits[1])
-            self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
         except StartError:
             self._put_back()
             raise
@@ -91,11 +98,41 @@ class ProcessGroup(Backend):
             raise RankMissingError(
                 "HT306.torch", world=world, route=route, limit_s=limit_s, reason=reason, nodes=nodes
             ) from None
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def _libraries(self) -> str:
         """Return the libraries of the process group, as `init_process_group` takes them."""
         return self.transport
+
+    def _keep_thread_states(self, groups: set[Any], limit_s: float) -> None:
+        """Give the threads of gloo Python thread states for good, so that this process can fork.
+
+        Without one, a thread makes and deletes a state whenever it releases a tensor of Python at
+        the end of a collective. A process that is forked at this moment waits for a lock without
+        end in Python 3.11, before its first line of Python.
+
+        A thread gets its state in a callback. The ranks attach their callbacks before the source of
+        a broadcast begins it, as a callback of a complete collective runs in another thread.
+
+        Args:
+            groups: process groups of gloo; None is the default one.
+            limit_s: time limit in seconds.
+        """
+        threads = 2 * len(os.environ.get(GLOO_INTERFACE, "").split(","))  # two for each interface
+        for source in range(min(2, self.world_size)):
+            ends: list[Any] = []
+            for turn in (False, True):
+                if (self.rank == source) == turn:
+                    for group in groups:
+                        keep = partial(_keep_thread_state, threading.Barrier(threads), limit_s)
+                        works: list[Any] = [
+                            dist.broadcast(torch.empty(1), source, group, async_op=True)
+                            for _ in range(threads)
+                        ]
+                        ends += works if turn else [w.get_future().then(keep) for w in works]
+                if not turn:
+                    self.all_gather_text("")
+            for end in ends:
+                end.wait()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor with an all-reduce."""
@@ -212,6 +249,12 @@ _LOST = re.compile(
     r"|NCCL (error|communicator)|remote process (exited|has terminated)",
     re.IGNORECASE,
 )
+
+
+def _keep_thread_state(meeting: threading.Barrier, limit_s: float, future: Any) -> None:
+    """Keep the thread state of this thread; wait until each thread of the group is here."""
+    ctypes.pythonapi.PyGILState_Ensure()  # without PyGILState_Release
+    meeting.wait(limit_s)
 
 
 _TAG = 0x6870  # "hp"; gloo separates messages with tags from collectives

@@ -1,12 +1,14 @@
 """The backend over Horovod: its start, its collectives, and the report of lost ranks."""
 
 import atexit
+import ctypes
 import logging
 import os
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
@@ -38,6 +40,7 @@ __all__ = ["Horovod"]
 
 T = TypeVar("T")
 _MOST_LATER = 64
+_TURNS = 3  # one is enough, unless the thread is faster than a line of Python
 _SHUTDOWN_SECONDS = 5.0
 _CHECK_SECONDS = 0.1  # interval of the check for lost ranks while Horovod connects
 
@@ -86,6 +89,8 @@ class Horovod(Backend):
             # MPI handles its own connections, and ends all ranks when one fails.
             with self._connections if over == "gloo" else nullcontext():
                 self._start(over)
+            if sys.version_info < (3, 12):
+                self._keep_thread_state()
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
             raise
@@ -155,6 +160,23 @@ class Horovod(Backend):
         raise RankMissingError(
             "HT306.horovod-timeout", world=world, transport=over, limit_s=limit, nodes=nodes
         )
+
+    def _keep_thread_state(self) -> None:
+        """Give Horovod's thread a Python thread state for good, so that this process can fork.
+
+        The reason is that of `ProcessGroup._keep_thread_states`: this thread makes a state to
+        release each tensor of Python. It runs no callback, but calls the finalizer of a tensor to
+        which it has the last reference.
+        """
+        for turn in range(_TURNS):
+            tensor = torch.empty(1)
+            finalizer = weakref.finalize(tensor, ctypes.pythonapi.PyGILState_Ensure)
+            finalizer.atexit = False
+            handle = self._hvd.allreduce_async_(tensor, name=f"keep.{turn}", op=self._hvd.Sum)
+            self._hvd.mpi_ops._handle_map[handle] = (None, None)
+            del tensor
+            with self._wait("the other ranks"):
+                self._hvd.synchronize(handle)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model itself, with rank 0's weights and hooks that average gradients.
