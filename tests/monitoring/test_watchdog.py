@@ -54,7 +54,7 @@ TIMEOUT = 20.0  # without a heartbeat; the helper checks once a second
 # A rank without torch. It begins its third step when all ranks are ready, calls the function that
 # the test names, and makes a file when it does.
 RANK = """
-import ctypes, json, os, signal, sys, threading, time
+import ctypes, json, multiprocessing, os, signal, sys, threading, time
 from pathlib import Path
 from hpctrain.rundir import RunDirectory
 from hpctrain.monitoring.watchdog import Watchdog, rank
@@ -118,6 +118,23 @@ def wait_in_the_first_evaluation():
     heartbeat.enter(EVALUATING)
     mark_started()
     threading.Event().wait()
+
+def fork(target, *arguments):
+    worker = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    watchdog.heartbeat(EVALUATING)
+    worker.start()
+    Path("worker").write_text(str(worker.pid))
+    mark_started()
+    worker.join()
+
+def fork_a_worker_that_never_runs():
+    held = threading.Lock()
+    held.acquire()
+    os.register_at_fork(after_in_child=held.acquire)
+    fork(print)
+
+def fork_a_worker_that_waits():
+    fork(threading.Event().wait)
 
 def die():
     mark_started()
@@ -422,6 +439,75 @@ def test_stopped_rank_ends_the_run_soon_in_a_phase_of_which_nothing_is_learnt(
     assert reason.endswith("is stopped (state T)")
     assert 8 <= int(re.search("silent for ([0-9]+) s", reason)[1]) < TIMEOUT - 2
     assert "a process stopped for at most 8 s" in capsys.readouterr().err
+
+
+@pytest.fixture
+def usual(start, monkeypatch):
+    """Return a function that starts ranks with the usual time-outs, on a clock of the test."""
+    monkeypatch.setattr(loop, "_SECONDS_TO_AGREE", 0.0)
+    made = []
+
+    def launch(*how, **more):
+        made.append(WatchedRanks(start(*how, driven=True, **more)))
+        monkeypatch.setattr(evidence, "monotonic", made[-1].clock)
+        return made[-1]
+
+    yield launch
+    for one in made:
+        one.close()
+        with contextlib.suppress(OSError):
+            os.kill(int((one.ranks.folder / "worker").read_text()), signal.SIGKILL)
+
+
+WARNING = "hpctrain: warning: no process of the ranks on node"
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 1)])
+def test_worker_that_never_runs_is_named_within_a_minute(usual, capsys, layout):
+    """Fork a worker that blocks before its first line, in the first evaluation."""
+    job = usual("wait_in_the_first_evaluation", "fork_a_worker_that_never_runs", layout=layout)
+    worker = int((job.ranks.folder / "worker").read_text())
+    for _ in range(60):
+        job.advance()
+    assert not job.helpers
+    assert job.ranks.end() == [-signal.SIGKILL] * 2
+    until(lambda: not proc.started(worker))
+    reason = job.ranks.reason()
+    silence = re.match(
+        rf"rank 1 on node{len(layout)}: silent for (\d+) s at step 3, in an eval", reason
+    )
+    assert 30 <= int(silence[1]) < 60
+    assert f"worker process {worker} waits for a lock inside of its fork" in reason
+    output = capsys.readouterr().err
+    assert "expected: a worker that runs as soon as it is forked" in output
+    assert WARNING not in output
+
+
+def test_idle_ranks_are_reported_once_and_not_ended(usual, capsys):
+    """Let all ranks wait, one of them for a worker that waits for a task."""
+    job = usual("wait_in_the_first_evaluation", "fork_a_worker_that_waits")
+    for _ in range(120):
+        job.advance()
+    assert job.helpers
+    output = capsys.readouterr().err
+    assert output.count(WARNING) == 1
+    assert "has used a processor for 40 s\n  rank 0: silent for 4" in output
+    assert re.search(r"rank 1: .* in an evaluation; process .*; in \w+ \(popen_fork.py, ", output)
+    assert not (job.ranks.folder / "exit-status").exists()
+    assert output.split("\n", 1)[0] in job.ranks.log()
+
+
+@pytest.mark.parametrize("how", ["work", "loop_forever", "stop", "wait_in_a_debugger"])
+def test_no_warning_if_a_rank_works_or_is_held(usual, monkeypatch, capsys, how):
+    monkeypatch.setattr(evidence, "POLLING", 0.01)  # the clock of the test is fast
+    job = usual("wait_in_the_first_evaluation", how)
+    pid = job.ranks.ranks[1].pid
+    for _ in range(55):
+        if how == "loop_forever":
+            used = proc.stat(pid).seconds
+            until(lambda used=used: proc.stat(pid).seconds > used + 0.1)
+        job.advance()
+    assert WARNING not in capsys.readouterr().err
 
 
 def test_dead_rank_is_named_by_the_watchdog(watched):

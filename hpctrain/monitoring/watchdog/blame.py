@@ -9,7 +9,17 @@ from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.errors import HpctrainError
 from hpctrain.process.phases import AGREEING, BACKWARD, CLOSED, LOADING, PHASES, UPDATING, WAITING
 
-__all__ = ["Blame", "Sighting", "apart", "describe", "hung", "judge", "place", "suspended"]
+__all__ = [
+    "Blame",
+    "Sighting",
+    "apart",
+    "describe",
+    "hung",
+    "judge",
+    "place",
+    "suspended",
+    "without_worker",
+]
 
 # State letters of a process. Source: proc(5).
 STATES = {
@@ -45,6 +55,8 @@ class Sighting:
         still: "idle" if its stack stays the same and it computes nothing, "busy" if its stack stays
             the same; empty otherwise.
         frame: innermost frame of its main thread; empty if it is not known.
+        worker: process id of a worker that has not run since this rank forked it; 0 if there is
+            none.
     """
 
     rank: int
@@ -59,6 +71,7 @@ class Sighting:
     slowest: float | None = None
     still: str = ""
     frame: str = ""
+    worker: int = 0
 
     @property
     def inside(self) -> bool:
@@ -235,6 +248,21 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     )
     suspects = others if len(others) < len(training) else training
     return Blame(_ranks(suspects), "HT661.places-differ", {"places": places})
+
+
+def without_worker(sightings: Sequence[Sighting]) -> Blame | None:
+    """Return the blame if ranks wait for a worker that cannot run; None otherwise.
+
+    Args:
+        sightings: observations of ranks.
+    """
+    waiting = [sighting for sighting in sightings if sighting.inside and sighting.worker]
+    if not waiting:
+        return None
+    workers = " ".join(str(sighting.worker) for sighting in waiting[:_MOST_NAMED])
+    return Blame(
+        _ranks(waiting), "HT659.worker-never-ran", {**_silent(waiting), "workers": workers}
+    )
 
 
 _TIMEOUT = "--timeout SECONDS"

@@ -7,7 +7,7 @@ from time import monotonic
 
 from hpctrain.cluster import proc
 
-__all__ = ["Sample", "conclusion", "take"]
+__all__ = ["POLLING", "Sample", "conclusion", "in_fork", "never_ran", "processor_seconds", "take"]
 
 # Frames of a rank that compiles, or that a person looks at. A compiled model runs in other frames
 # of the same packages.
@@ -17,6 +17,7 @@ _TAKES_LONG = re.compile(
 )
 _IDLE = 0.1  # of one processor; threads that poll use less, as those of Horovod and of trackers
 _BYTES = 1 << 20  # per second; Horovod's thread sends and receives a tenth of it without end
+POLLING = 0.05  # of one processor for each rank, of a job in which nothing happens
 # Python's main thread asks for the GIL every 5 ms while another thread holds it, or less often on a
 # machine with more threads that compute than processors.
 _ASKS_FOR_THE_GIL = 40, 210  # per second
@@ -114,3 +115,39 @@ def conclusion(before: Sample, now: Sample) -> str:
     if used > _IDLE * seconds or now.transferred - before.transferred > _BYTES * seconds:
         return "busy"
     return "idle" if now.pids == before.pids else "busy"
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor seconds of a rank and its children, without the helper."""
+    return sum(stat.seconds for stat in proc.stats(set(proc.family(pid)) - {os.getpid()}))
+
+
+def never_ran(pid: int, number: int) -> list[int]:
+    """Return the children that may not have run since their fork.
+
+    They sleep on a lock, have one thread, and no processor time. A healthy process that waits for
+    its first task may look so, too: see `in_fork`.
+
+    Args:
+        pid: process id of the rank.
+        number: signal that the rank handles. A child that does not handle it runs another program.
+    """
+    found = []
+    for child, stat in ((one, proc.stats([one])) for one in proc.family(pid)[1:]):
+        if not stat or (stat[0].parent, stat[0].state, stat[0].seconds) != (pid, "S", 0.0):
+            continue
+        handled = re.search(r"\nSigCgt:\s+(\w+)", proc.text(f"{child}/status"))
+        handles = handled is not None and int(handled[1], 16) >> (number - 1) & 1
+        if handles and len(proc.threads(child)) == 1 and "futex" in proc.text(f"{child}/wchan"):
+            found.append(child)
+    return found
+
+
+def in_fork(dump: str) -> bool:
+    """Return whether a process of `multiprocessing` has not got beyond its fork.
+
+    Args:
+        dump: stacks of its threads, as `faulthandler` writes them.
+    """
+    stack = dump[dump.find("Current thread") :].partition("\n\n")[0]
+    return '/popen_fork.py", line' in stack and " in _bootstrap\n" not in stack

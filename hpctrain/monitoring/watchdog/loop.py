@@ -1,5 +1,7 @@
 """Main loop of a helper: observe the ranks, judge, show their stacks, kill them."""
 
+import contextlib
+import math
 import os
 import signal
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.errors import exit_codes
-from hpctrain.monitoring.watchdog import shared_memory
+from hpctrain.monitoring.watchdog import evidence, shared_memory
 from hpctrain.monitoring.watchdog.blame import (
     Blame,
     Sighting,
@@ -21,6 +23,7 @@ from hpctrain.monitoring.watchdog.blame import (
     judge,
     place,
     suspended,
+    without_worker,
 )
 from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
 from hpctrain.monitoring.watchdog.limits import FACTOR, Limits
@@ -41,6 +44,8 @@ _SECONDS_TO_DIE = 10.0
 # Silence after which the helpers exchange observations. Ranks that hang, or wait at two places, are
 # observed for as long again before they end: an observation from another host may be old.
 _SECONDS_SILENT = 5.0
+# After so long without processor time a warning is printed, before any time-out ends.
+_SECONDS_WITHOUT_PROCESSOR = 40.0
 
 
 class Watch:
@@ -70,6 +75,8 @@ class Watch:
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, shortest / _LOOKS)
         self._expected: int = settings["local_world_size"]
         self._ranks: dict[int, WatchedRank] = {}  # by local rank
+        # Silence and processor seconds of all ranks when these were last used; None outside of it.
+        self._unused: tuple[float, float] | None = None
         self._posted: float | None = None  # when silence was last published
         self._last = clock()  # time of the last look at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
@@ -91,6 +98,7 @@ class Watch:
         self._look(now, min(now - self._last, 2 * self._interval))
         self._last = now
         if any(rank.inside for rank in self._ranks.values()):
+            self._warn()
             self._consider()
             return False
         if len(self._ranks) < self._expected:
@@ -121,6 +129,42 @@ class Watch:
             if not rank.state and rank.phase != CLOSED:
                 self._note(f"rank {rank.rank} is gone, process {rank.pid}, at {place(rank)}")
 
+    def _warn(self) -> None:
+        """Warn once if no process of this host uses a processor, though progress is expected."""
+        inside = [rank for rank in self._ranks.values() if rank.inside]
+        silence = min(rank.silence for rank in inside)
+        stopped = any(rank.state in ("T", "t") for rank in inside)
+        if silence < _SECONDS_SILENT or stopped or not any(rank.counts for rank in inside):
+            self._unused = None
+            return
+        used = sum(evidence.processor_seconds(rank.pid) for rank in inside)
+        since, before = self._unused or (silence, used)
+        if used - before > evidence.POLLING * len(inside) * max(1.0, silence - since):
+            since, before = silence, used
+        elif silence - since >= _SECONDS_WITHOUT_PROCESSOR:
+            since = math.inf  # only one warning
+            write_stacks(inside)
+            with contextlib.suppress(OSError):  # a rank has just ended
+                self._print_warning(inside)
+        self._unused = since, before
+
+    def _print_warning(self, ranks: Sequence[WatchedRank]) -> None:
+        """Print where the ranks of this host wait, unless one of them is debugged or compiles."""
+        samples = [evidence.take(rank.pid, rank.stack()) for rank in ranks]
+        if any(sample.takes_long for sample in samples):
+            return
+        lines = [
+            f"  {describe(rank)}{f'; in {sample.frame}' if sample.frame else ''}\n"
+            for rank, sample in zip(ranks, samples, strict=True)
+        ]
+        text = (
+            f"hpctrain: warning: no process of the ranks on {self._host} has used a processor for "
+            f"{_SECONDS_WITHOUT_PROCESSOR:.0f} s\n{''.join(lines)}"
+            f"  the run goes on: it may wait for storage, another node or a person; {self._limit()}"
+        )
+        self._note(text)
+        self._standard_error(lambda: _write_error(f"{text}\n"))
+
     def _consider(self) -> None:
         """Publish silence to the other helpers, and judge if it is too long."""
         counted = [rank for rank in self._ranks.values() if rank.counts]
@@ -149,8 +193,10 @@ class Watch:
     def _judge_early(self) -> None:
         """End ranks that hang, or wait for each other at two places, before the time-out."""
         sightings, now = self._all_sightings(), self._clock()
-        blame = apart(sightings, self._world_size) or hung(
-            sightings, self._world_size, self._hosts, _SECONDS_SILENT
+        blame = (
+            without_worker(sightings)
+            or apart(sightings, self._world_size)
+            or hung(sightings, self._world_size, self._hosts, _SECONDS_SILENT)
         )
         if blame is None:
             self._hung = None
@@ -219,6 +265,10 @@ class Watch:
 
     def _kill(self) -> None:
         killed = self._send(signal.SIGKILL)
+        for rank in killed:
+            if rank.worker:  # it would keep files and standard error open
+                with contextlib.suppress(OSError):
+                    os.kill(rank.worker, signal.SIGKILL)
         end = time.monotonic() + _SECONDS_TO_DIE
         while any(rank.process_state() for rank in killed) and time.monotonic() < end:
             time.sleep(0.01)
