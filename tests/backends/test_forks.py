@@ -1,7 +1,10 @@
 """A rank may fork at any time, as a loader does for its workers, also beside a collective."""
 
 import ctypes
+import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 
@@ -9,7 +12,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from battery import session
+from battery import session, train
+from processes import until
 
 # Newer versions renew all their locks in a forked process before they take one.
 pytestmark = pytest.mark.skipif(sys.version_info >= (3, 12), reason="concerns Python 3.11")
@@ -68,6 +72,50 @@ def thread_states_of_exchanges():
 def test_no_thread_makes_a_thread_state_at_the_end_of_an_exchange(run):
     for made in ranks.values(run(3, thread_states_of_exchanges)):
         assert not any(made.values()), made
+
+
+def thread_states_of_a_training():
+    """Return how many thread states and how many threads a training makes."""
+    started = []
+    start = threading.Thread.start
+    with pytest.MonkeyPatch.context() as patch, session(batch_size=2, max_steps=12) as opened:
+        patch.setattr(threading.Thread, "start", lambda one: (started.append(one), start(one)))
+        before = thread_states()
+        train(opened, 12)
+        time.sleep(0.1)
+        return thread_states() - before - 1, len(started)
+
+
+@pytest.mark.parametrize("run", ["auto", "horovod"], indirect=True)
+def test_only_new_threads_make_thread_states_in_a_training(run):
+    for made, started in ranks.values(run(3, thread_states_of_a_training)):
+        assert made == started
+
+
+def fork_beside_exchanges():
+    """Fork while sums end; return how many of the processes never ran."""
+    hung = 0
+    with session(batch_size=2) as opened:
+        for _ in range(TIMES):
+            works = [opened.backend.sum_async([1.0] * 20) for _ in range(6)]
+            opened.backend.sum(torch.ones(1))
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            try:
+                until(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0])
+            except AssertionError:
+                hung += 1
+                os.kill(pid, signal.SIGKILL)
+            for work in works:
+                work.values()
+    return hung
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["auto", "horovod"], indirect=True)
+def test_forked_processes_run(run):
+    assert ranks.values(run(3, fork_beside_exchanges)) == [0, 0, 0]
 
 
 def thread_states_of_another_group():
