@@ -12,12 +12,12 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from battery import session, train
+from battery import HOROVOD_SLOW, session, train
 from processes import until
 
 # Newer versions renew all their locks in a forked process before they take one.
 pytestmark = pytest.mark.skipif(sys.version_info >= (3, 12), reason="concerns Python 3.11")
-TIMES = 100
+TIMES = 30
 
 
 def thread_states():
@@ -68,7 +68,7 @@ def thread_states_of_exchanges():
         return {name: made_by(act) for name, act in exchanges(opened.backend).items()}
 
 
-@pytest.mark.parametrize("run", ["auto", "horovod"], indirect=True)
+@HOROVOD_SLOW
 def test_no_thread_makes_a_thread_state_at_the_end_of_an_exchange(run):
     for made in ranks.values(run(3, thread_states_of_exchanges)):
         assert not any(made.values()), made

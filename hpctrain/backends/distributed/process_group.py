@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,7 +83,7 @@ class ProcessGroup(Backend):
             self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if "gloo" in libraries and sys.version_info < (3, 12):
-                self._keep_thread_states({None, self._aside}, limit_s)
+                self._keep_thread_states({None, self._aside})
             # Of each collective from now on. torch 2.15 renamed the function.
             change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self._aside):
@@ -103,7 +104,7 @@ class ProcessGroup(Backend):
         """Return the libraries of the process group, as `init_process_group` takes them."""
         return self.transport
 
-    def _keep_thread_states(self, groups: set[Any], limit_s: float) -> None:
+    def _keep_thread_states(self, groups: set[Any]) -> None:
         """Give the threads of gloo Python thread states for good, so that this process can fork.
 
         Without one, a thread makes and deletes a state whenever it releases a tensor of Python at
@@ -115,22 +116,22 @@ class ProcessGroup(Backend):
 
         Args:
             groups: process groups of gloo; None is the default one.
-            limit_s: time limit in seconds.
         """
         threads = 2 * len(os.environ.get(GLOO_INTERFACE, "").split(","))  # two for each interface
         for source in range(min(2, self.world_size)):
             ends: list[Any] = []
-            for turn in (False, True):
-                if (self.rank == source) == turn:
-                    for group in groups:
-                        keep = partial(_keep_thread_state, threading.Barrier(threads), limit_s)
-                        works: list[Any] = [
-                            dist.broadcast(torch.empty(1), source, group, async_op=True)
-                            for _ in range(threads)
-                        ]
-                        ends += works if turn else [w.get_future().then(keep) for w in works]
-                if not turn:
-                    self.all_gather_text("")
+            if self.rank == source:
+                self.all_gather_text("")  # all other ranks have attached their callbacks
+            for group in groups:
+                works: list[Any] = [
+                    dist.broadcast(torch.empty(1), source, group, async_op=True)
+                    for _ in range(threads)
+                ]
+                keep = partial(_keep_thread_state, threading.Barrier(threads))
+                attached = [work.get_future().then(keep) for work in works if self.rank != source]
+                ends += attached or works
+            if self.rank != source:
+                self.all_gather_text("")
             for end in ends:
                 end.wait()
 
@@ -251,10 +252,14 @@ _LOST = re.compile(
 )
 
 
-def _keep_thread_state(meeting: threading.Barrier, limit_s: float, future: Any) -> None:
+_SECONDS_TO_MEET = 10.0
+
+
+def _keep_thread_state(meeting: threading.Barrier, future: Any) -> None:
     """Keep the thread state of this thread; wait until each thread of the group is here."""
     ctypes.pythonapi.PyGILState_Ensure()  # without PyGILState_Release
-    meeting.wait(limit_s)
+    with suppress(threading.BrokenBarrierError):  # fewer threads than expected have all been here
+        meeting.wait(_SECONDS_TO_MEET)
 
 
 _TAG = 0x6870  # "hp"; gloo separates messages with tags from collectives
