@@ -1,13 +1,15 @@
 """What a silent rank does, which tells a hang from slow work: its stack, and what it uses."""
 
+import contextlib
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from time import monotonic
 
 from hpctrain.cluster import proc
 
-__all__ = ["POLLING", "Sample", "conclusion", "in_fork", "never_ran", "processor_seconds", "take"]
+__all__ = ["POLLING", "Sample", "conclusion", "never_ran", "processor_seconds", "take"]
 
 # Frames of a rank that compiles, or that a person looks at. A compiled model runs in other frames
 # of the same packages.
@@ -122,32 +124,53 @@ def processor_seconds(pid: int) -> float:
     return sum(stat.seconds for stat in proc.stats(set(proc.family(pid)) - {os.getpid()}))
 
 
-def never_ran(pid: int, number: int) -> list[int]:
-    """Return the children that may not have run since their fork.
+def never_ran(pid: int) -> list[int]:
+    """Return the children of a rank that have not run since their fork.
 
-    They sleep on a lock, have one thread, and no processor time. A healthy process that waits for
-    its first task may look so, too: see `in_fork`.
+    They sleep on a lock, have one thread and no processor time, and have not left the call of
+    `multiprocessing` that forks. A healthy process that waits for its first task has left it.
 
     Args:
         pid: process id of the rank.
-        number: signal that the rank handles. A child that does not handle it runs another program.
     """
-    found = []
-    for child, stat in ((one, proc.stats([one])) for one in proc.family(pid)[1:]):
-        if not stat or (stat[0].parent, stat[0].state, stat[0].seconds) != (pid, "S", 0.0):
-            continue
-        handled = re.search(r"\nSigCgt:\s+(\w+)", proc.text(f"{child}/status"))
-        handles = handled is not None and int(handled[1], 16) >> (number - 1) & 1
-        if handles and len(proc.threads(child)) == 1 and "futex" in proc.text(f"{child}/wchan"):
-            found.append(child)
+
+    def asleep(child: int) -> bool:
+        stats = [(one.parent, one.state, one.seconds) for one in proc.stats([child])]
+        return stats == [(pid, "S", 0.0)] and "futex" in proc.text(f"{child}/wchan")
+
+    return [
+        child
+        for child in proc.family(pid)[1:]
+        if asleep(child) and len(proc.threads(child)) == 1 and _in_fork(pid, child)
+    ]
+
+
+def _in_fork(parent: int, child: int) -> bool:
+    """Return whether a child has not done the first lines of a process of `multiprocessing`.
+
+    These close the ends of two pipes that belong to the parent, and open a new standard input,
+    which Python would close at an exec.
+    """
+    of_parent, of_child = _files(parent), _files(child)
+    for pid in (parent, child):
+        flags = re.search(r"flags:\s+([0-7]+)", proc.text(f"{pid}/fdinfo/0"))
+        if flags is None or int(flags[1], 8) & os.O_CLOEXEC:
+            return False
+    pipes, child_pipes = Counter(of_parent.values()), Counter(of_child.values())
+    both_ends = [
+        number
+        for number, file in of_parent.items()
+        if file.startswith("pipe:") and pipes[file] == 1
+        if of_child.get(number) == file and child_pipes[file] == 2
+    ]
+    return len(both_ends) >= 2
+
+
+def _files(pid: int) -> dict[str, str]:
+    """Return the open files of a process by number; none if they are not readable."""
+    folder, found = f"/proc/{pid}/fd", {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder):
+            with contextlib.suppress(OSError):  # just closed
+                found[number] = os.readlink(f"{folder}/{number}")
     return found
-
-
-def in_fork(dump: str) -> bool:
-    """Return whether a process of `multiprocessing` has not got beyond its fork.
-
-    Args:
-        dump: stacks of its threads, as `faulthandler` writes them.
-    """
-    stack = dump[dump.find("Current thread") :].partition("\n\n")[0]
-    return '/popen_fork.py", line' in stack and " in _bootstrap\n" not in stack

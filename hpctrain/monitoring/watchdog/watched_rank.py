@@ -6,7 +6,6 @@ the kernel blocks signals (state D).
 """
 
 import contextlib
-import math
 import os
 import signal
 import time
@@ -57,7 +56,7 @@ class WatchedRank(Sighting):
         self._stopped = 0.0  # seconds in state T
         self._sample: evidence.Sample | None = None
         self._due = 0.0  # silence at which the next sample is taken
-        self._unused: dict[int, float] = {}  # children that may not have run, and since when
+        self._unused: dict[int, float] = {}  # children that have not run, and since when
         self._asked = 0.0  # when the rank was last asked for its stacks
         self._text = start + shared_memory.STACK  # offset of the stacks that it then writes
 
@@ -90,31 +89,12 @@ class WatchedRank(Sighting):
         if self.counts and self.silence >= max(self.limit / 2, self._due):
             self._examine()
         wait = min(self._limits.least, self._limits.timeout) / 2
-        if self.counts and self.state == "S" and self.silence >= wait / 6 and not self.worker:
-            self._find_worker(wait)
-
-    def _find_worker(self, wait: float) -> None:
-        """Find a child that has not run for some seconds, and has not left the call that forks."""
-        before = self._unused
-        self._unused = {
-            pid: before.get(pid, self.silence) for pid in evidence.never_ran(self.pid, SIGNAL)
-        }
-        for pid, since in self._unused.items():
-            if self.silence - since >= wait:
-                self._unused[pid] = math.inf  # asked once
-                if evidence.in_fork(self._stack_of(pid)):
+        if self.counts and self.state == "S" and self.silence >= wait / 6:
+            known, self._unused = self._unused, {}
+            for pid in evidence.never_ran(self.pid):
+                self._unused[pid] = known.get(pid, self.silence)
+                if self.silence - self._unused[pid] >= wait:
                     self.worker = pid
-
-    def _stack_of(self, child: int) -> str:
-        """Return the stacks of a child, which writes them to the same place as this process."""
-        start = self._text = self._text + len(shared_memory.text_at(self.file, self._text))
-        with contextlib.suppress(OSError):  # the child has just ended
-            os.kill(child, SIGNAL)
-        _await_files(lambda: [len(shared_memory.text_at(self.file, start))])
-        text = self.stack()
-        self._asked = 0.0
-        self.ask()
-        return text
 
     def _examine(self) -> None:
         """Compare what the rank does with the sample before, and ask for the next stack."""
