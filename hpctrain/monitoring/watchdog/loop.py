@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -46,6 +47,8 @@ _SECONDS_TO_DIE = 10.0
 _SECONDS_SILENT = 5.0
 # After so long without processor time a warning is printed, before any time-out ends.
 _SECONDS_WITHOUT_PROCESSOR = 40.0
+# Threads of libraries, which run no Python.
+_NO_FRAME = re.compile(r"Thread 0x.*\n  <no Python frame>\n\n")
 
 
 class Watch:
@@ -257,7 +260,8 @@ class Watch:
         write_stacks(inside)
         text = ""
         for rank in inside:
-            stack = rank.stack().rstrip() or "no stack: the process did not respond"
+            stack = _NO_FRAME.sub("", rank.stack().rstrip())
+            stack = stack or "no stack: the process did not respond"
             text += f"{describe(rank)}\n{textwrap.indent(stack, '  ')}\n"
         if dumps := self._files(partial(dump_collectives, inside)):
             text += f"collectives of NCCL, for torchfrtrace: {' '.join(dumps)}\n"
