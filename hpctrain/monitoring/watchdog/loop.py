@@ -1,7 +1,6 @@
 """Main loop of a helper: observe the ranks, judge, show their stacks, kill them."""
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -78,8 +77,9 @@ class Watch:
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, shortest / _LOOKS)
         self._expected: int = settings["local_world_size"]
         self._ranks: dict[int, WatchedRank] = {}  # by local rank
-        # Silence and processor seconds of all ranks when these were last used; None outside of it.
+        # Silence, and processor seconds of all ranks, when a processor was last used.
         self._unused: tuple[float, float] | None = None
+        self._warned = False
         self._posted: float | None = None  # when silence was last published
         self._last = clock()  # time of the last look at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
@@ -138,14 +138,16 @@ class Watch:
         silence = min(rank.silence for rank in inside)
         stopped = any(rank.state in ("T", "t") for rank in inside)
         if silence < _SECONDS_SILENT or stopped or not any(rank.counts for rank in inside):
-            self._unused = None
+            self._unused, self._warned = None, False
+            return
+        if self._warned:
             return
         used = sum(evidence.processor_seconds(rank.pid) for rank in inside)
         since, before = self._unused or (silence, used)
         if used - before > evidence.POLLING * len(inside) * max(1.0, silence - since):
             since, before = silence, used
         elif silence - since >= _SECONDS_WITHOUT_PROCESSOR:
-            since = math.inf  # only one warning
+            self._warned = True
             write_stacks(inside)
             with contextlib.suppress(OSError):  # a rank has just ended
                 self._print_warning(inside)

@@ -90,11 +90,10 @@ class WatchedRank(Sighting):
             self._examine()
         wait = min(self._limits.least, self._limits.timeout) / 2
         if self.counts and self.state == "S" and self.silence >= wait / 6:
-            known, self._unused = self._unused, {}
-            for pid in evidence.never_ran(self.pid):
-                self._unused[pid] = known.get(pid, self.silence)
-                if self.silence - self._unused[pid] >= wait:
-                    self.worker = pid
+            known, children = self._unused, evidence.never_ran(self.pid)
+            self._unused = {pid: known.get(pid, self.silence) for pid in children}
+            due = [pid for pid, since in self._unused.items() if self.silence - since >= wait]
+            self.worker = due[0] if due else 0
 
     def _examine(self) -> None:
         """Compare what the rank does with the sample before, and ask for the next stack."""
