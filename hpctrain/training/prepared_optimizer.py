@@ -175,19 +175,24 @@ class PreparedOptimizer:
             raise UsageError("HT604.added-after-step", kind=type(self.optimizer).__name__)
         self._seen = None
 
-    def end_micro_batch(self, passed: bool) -> None:
-        """End a micro-batch that is not the last one of its step.
+    def end_micro_batch(self, micro_batches: int | None) -> None:
+        """End a micro-batch with a backward pass that has not ended its step.
 
         Args:
-            passed: whether it had a backward pass.
+            micro_batches: number of micro-batches of a step, if it could have ended it.
+
+        Raises:
+            UsageError: as for `complete`.
         """
+        if micro_batches is not None:
+            self.refuse_some(micro_batches)
         if self._aside is not None and not any(one is not None for one in self._live()):
             self._exchange(self._aside)
             self._aside = None
         if not self.called and self._added:
             self.keep()
         self._calls += self.called
-        self._finished |= passed
+        self._finished = True
         self.called = self._added = False
         self._seen = None
         self._left = self._looks() if self._aside is None else None

@@ -504,14 +504,12 @@ class Step:
         self._ignored = False
         for one in self.optimizers if self.schedulers else ():
             one.applied = True
-        if self._own:
+        if self._own and (done or self.passed):
             for one in self.optimizers:
                 if done:
                     one.end_step(self._accumulate)
                 else:
-                    if self.last:
-                        one.refuse_some(self._accumulate)
-                    one.end_micro_batch(self.passed > 0)
+                    one.end_micro_batch(self._accumulate if self.last else None)
         if done:
             self.passed = self._passes = 0
             if self.micro_batch or self._own or self.tokens.counts:

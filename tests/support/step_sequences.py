@@ -20,14 +20,14 @@ import hpctrain
 
 # With micro-batches that accumulate, a zero_grad() drops only what this micro-batch has added to
 # the gradients of its optimizer: bodies in which that makes a difference.
-ACCUMULATED_DISCARDS = False
+ACCUMULATED_DISCARDS = True
 # With micro-batches that accumulate, a scheduler's step() counts in the last one alone: bodies that
 # call it without `if session.sync_gradients`.
-ACCUMULATED_SCHEDULES = False
+ACCUMULATED_SCHEDULES = True
 # A run resumes in an epoch that has batches left, but no step.
-RESUMED_RESTS = False
+RESUMED_RESTS = True
 # The options of the session clip also the gradients of a step by a closure.
-CLIPPED_CLOSURES = False
+CLIPPED_CLOSURES = True
 
 SHORT, CLOSURE, ADVERSARIES = "session.step", "closure", "GAN"
 # Bodies of a loop with one model. B1 and B2 are backward passes of two losses, R1 one of the first
@@ -234,8 +234,8 @@ def expected(program, world):
             if program.overflow is None or program.overflow[0] != step:
                 for optimizer in optimizers:
                     optimizer.step()
-            if program.ticks in ("after", "gated"):
-                tick(schedulers)
+                if program.ticks in ("after", "gated"):
+                    tick(schedulers)
             step += 1
             rates += rates_of(optimizers)
         if program.ticks == "epoch":
@@ -298,10 +298,12 @@ class Loop:
         self.models = program.models()
         self.optimizers = [program.optimizer(*one) for one in enumerate(self.models)]
         self.schedulers = program.schedulers(self.optimizers) if program.early else []
-        prepared = opened.prepare(*self.models, *self.optimizers)
+        prepared = opened.prepare(*self.models, *self.optimizers, *self.schedulers)
         self.models = list(prepared[: len(self.models)])
         if not program.early:
             self.schedulers = program.schedulers(self.optimizers)
+            for scheduler in self.schedulers:
+                opened.prepare(scheduler)
         self.norms, self.rates = [[] for _ in self.models], []
 
     def train(self):
