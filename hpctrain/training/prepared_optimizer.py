@@ -34,7 +34,7 @@ class PreparedOptimizer:
     - `stepped` is whether the script has called `step`, and not `zero_grad` since.
     - In the last micro-batch, the finished gradients are in the parameters before a pass, which
       averages them. If the script drops gradients before its `step` (`discards`), they stay aside,
-      and `complete` averages them.
+      and `merge` averages them.
 
     Args:
         optimizer: optimizer, prepared by `prepare_optimizer`.
@@ -144,7 +144,7 @@ class PreparedOptimizer:
         self._finished = True
 
     def complete(self, micro_batches: int) -> None:
-        """Add the finished gradients before an update, averaged over the ranks.
+        """Begin an update in the last micro-batch of a step.
 
         Args:
             micro_batches: number of micro-batches of a step.
@@ -153,11 +153,15 @@ class PreparedOptimizer:
             UsageError: the script called `step` in some of the other micro-batches only.
         """
         self.refuse_some(micro_batches)
+        self.merge()
+        self.updated = True
+
+    def merge(self) -> None:
+        """Add the finished gradients that are aside, averaged over the ranks."""
         if self._aside is not None:
             kept, self._aside = self._aside, None
             average(self._context.backend, self.parameters(), kept)
-            self._exchange([_sum(a, b) for a, b in zip(kept, self._live(), strict=True)])
-        self.updated = True
+            self._exchange([_sum(a, b) for a, b in zip(self._live(), kept, strict=True)])
 
     def refuse_some(self, micro_batches: int) -> None:
         """Refuse `step` in some micro-batches of a step that are not just the last one."""
@@ -263,10 +267,11 @@ def average(backend: Backend, parameters: list[Tensor], gradients: list[Tensor |
                 total /= backend.world_size
 
 
-def _sum(kept: Tensor | None, added: Tensor | None) -> Tensor | None:
-    if kept is None or added is None:
-        return added if kept is None else kept
-    return kept.add_(added) if not kept.is_sparse else kept + added
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Add to a gradient, in place if possible: torch's clipping may have it already."""
+    if total is None or more is None:
+        return more if total is None else total
+    return total + more if total.is_sparse else total.add_(more)
 
 
 def look(gradient: Tensor | None) -> tuple[int, int] | None:

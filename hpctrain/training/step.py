@@ -233,6 +233,8 @@ class Step:
     def unscale(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Remove loss scale and token count from the gradients of optimizers, once in a step."""
         for one in optimizers if self.last else ():
+            if self._own:
+                one.merge()
             if not one.unscaled:
                 one.unscaled = True
                 self._precision.unscale(one.optimizer)
@@ -294,6 +296,8 @@ class Step:
             raise UsageError("HT604.clipped-with-loss-scale", precision=self._precision)
         if self.last:
             self._backend.sync_gradients()  # after the script's own loss.backward()
+            for one in self.optimizers if self._own else ():
+                one.merge()
             if self.tokens.counts:
                 self.unscale(self.optimizers)
 
@@ -460,6 +464,8 @@ class Step:
             loss = closure()
             if self.tokens.counts:
                 raise UsageError("HT607.closure-with-count")
+            if self._clips:
+                self._clipped(parameters_of(one.optimizer), self._clip_by_options)
             if not isinstance(loss, Tensor) or self._backend.world_size == 1:
                 return loss
             return self._backend.sum(loss.detach().clone()) / self._backend.world_size

@@ -254,7 +254,7 @@ class Run:
             if self.step == before and self._epochs is None and not self._batches:
                 raise UsageError("HT614.empty-epoch", epoch=self.epoch + 1, options=options)
             seen = self._batches - batches
-            if self.step == before and seen and self._context.optimizers:
+            if not self._epoch_step and seen and self._context.optimizers:
                 raise UsageError("HT605.no-optimizer-step", seen=seen, epoch=self.epoch + 1)
             if not self._cut_short:
                 self.epoch += 1

@@ -46,6 +46,9 @@ def drawn(count, thinned=8):
     return list(found)[-1 :: -max(1, len(found) // count)][:count]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _few_objects():
     """Spare each session the search for schedulers among the objects that exist by now."""
