@@ -121,7 +121,7 @@ def wait_in_the_first_evaluation():
 
 def fork(target, *arguments):
     worker = multiprocessing.get_context("fork").Process(target=target, args=arguments)
-    watchdog.heartbeat(EVALUATING)
+    heartbeat.enter(EVALUATING)
     worker.start()
     Path("worker").write_text(str(worker.pid))
     mark_started()
