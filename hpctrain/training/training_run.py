@@ -256,6 +256,7 @@ class Run:
             seen = self._batches - batches
             if not self._epoch_step and seen and self._context.optimizers:
                 raise UsageError("HT605.no-optimizer-step", seen=seen, epoch=self.epoch + 1)
+            self._drop_rest()
             if not self._cut_short:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
@@ -266,7 +267,6 @@ class Run:
 
     def _end_epoch(self, last: bool) -> None:
         """Save at the end of an epoch, if a checkpoint is due or the loop ends there."""
-        self._drop_rest()
         if not (last or self._checkpoints.at_epochs or self._save_due):
             self._events.heartbeat.enter(WAITING)
             due = self._agreement.now("the end of an epoch", self.step, self.epoch)
@@ -328,7 +328,7 @@ class Run:
                     yield batch
                 finally:
                     step.in_body = False
-                self._settle()
+                self._settle(in_loop=True)
             self._cut_short = next(iterator, _END) is not _END
         finally:
             phase(IDLE)
@@ -375,11 +375,15 @@ class Run:
         meet(context.backend, "the first call of run.batches()", self._events)
         epoch_batches.refuse_other_data(context)
 
-    def _settle(self) -> None:
+    def _settle(self, in_loop: bool = False) -> None:
         """Count the last micro-batch of the loop, and complete the step that it has ended.
 
         A loop that is left by a break never requests the next batch; then the next call of this run
         counts. (The end of the generator is not the right place: it also ends after an error.)
+
+        Args:
+            in_loop: whether the loop has requested the next batch. If not, a checkpoint or a stop
+                waits for the end of the epoch: a resumed run would train what the break left out.
         """
         if not self._step.pending:
             return
@@ -411,7 +415,10 @@ class Run:
             self._compares -= 1
             self._replicas.compare(step)
         saving = self._checkpoints
-        if overdue or self._save_due or saving.due(step):
+        self._save_due |= overdue or saving.due(step)
+        if not in_loop:
+            return
+        if self._save_due:
             self._save(to_disk=True)
         elif saving.memory_every and step % saving.memory_every == 0:
             self._save(to_disk=False)

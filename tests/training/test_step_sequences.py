@@ -16,6 +16,9 @@ from step_sequences import Program, expected, trained
 LISTED = [
     Program(accumulate=2, epochs=("...", ".s.b"), loop="Z B1 S", optimizers=("AdamW",)),
     Program(epochs=("...", ".B."), loop="Bg Sg Zd Bd Sd Zg", optimizers=("SGD", "AdamW")),
+    # A stop in a batch that is left by break: the resumed run begins the next epoch.
+    Program(epochs=(".B..", "..."), stops=(("signal", 2),)),
+    Program(epochs=("..B.", "..."), every=3, stops=(("late crash", 5),)),
 ]
 
 
