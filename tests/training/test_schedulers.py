@@ -248,19 +248,23 @@ def save_and_resume(where, path, until, **options):
                     schedule.step()
                     if run.step >= until:
                         raise KeyboardInterrupt
-                if where == "behind" and epoch == 0:
-                    run.save()
                 schedule.step()
                 lines.append(epoch)
+                if where == "behind" and epoch == 1:
+                    run.save()
+                    if until < 99:
+                        raise KeyboardInterrupt
         return optimizer.param_groups[0]["lr"], model.weight.item(), lines
 
 
-@pytest.mark.parametrize("where", ["first", "middle", "behind"])
-def test_lines_behind_a_save_run_once_over_a_resume(where):
+@pytest.mark.parametrize(
+    ("where", "until", "saved"), [("first", 5, [4]), ("middle", 4, [3]), ("behind", 98, [4])]
+)
+def test_lines_behind_a_save_run_once_over_a_resume(where, until, saved):
     expected = save_and_resume(where, "whole", 99)
     with pytest.raises(KeyboardInterrupt):
-        save_and_resume(where, "cut", 6)
-    assert RunDirectory("cut").steps() == {"first": [4], "middle": [3, 4], "behind": [4]}[where]
+        save_and_resume(where, "cut", until)
+    assert RunDirectory("cut").steps() == saved
     assert save_and_resume(where, "cut", 99, resume=True) == expected
 
 
