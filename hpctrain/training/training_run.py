@@ -414,13 +414,17 @@ class Run:
                 self._recorder.trained(sum(AFTER_LOADING(self._seconds)))
             self._compares -= 1
             self._replicas.compare(step)
-        saving = self._checkpoints
-        self._save_due |= overdue or saving.due(step)
-        if not in_loop:
-            return
+        self._save_due |= overdue or self._checkpoints.due(step)
+        memory = self._checkpoints.memory_every
+        if in_loop and (self._save_due or memory or self._agreement.stop is not None):
+            self._save_or_stop(step)
+
+    def _save_or_stop(self, step: int) -> None:
+        """Save if a checkpoint is due, and stop if the ranks have agreed to."""
+        every = self._checkpoints.memory_every
         if self._save_due:
             self._save(to_disk=True)
-        elif saving.memory_every and step % saving.memory_every == 0:
+        elif every and step % every == 0:
             self._save(to_disk=False)
         if self._agreement.stop is not None:
             self._stop_here()
