@@ -279,14 +279,11 @@ def look(gradient: Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def _clear(optimizer: Optimizer, set_to_none: bool = True) -> None:
+def _clear(optimizer: Optimizer) -> None:
     """Clear gradients as torch's `zero_grad` does, which also opens a range of the profiler.
 
     That range takes ten times as long as the rest.
     """
-    if not set_to_none:
-        Optimizer.zero_grad(optimizer, set_to_none)
-        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

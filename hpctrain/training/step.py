@@ -106,6 +106,17 @@ class Step:
 
     # Position: called by the run.
 
+    def begin_run(self) -> None:
+        """Begin a run at step 0; the run before it may have ended by an error in its loop."""
+        self.number = self.bodies = 0
+        self.in_body = self.pending = self.done = self._ignored = self._updated = False
+        self.weight, self.norm, self.before = 1.0, None, []
+        if self.micro_batch or self.passed:
+            self.passed = 0
+            self._backend.forget()
+            self._clear(self.optimizers)
+            self._begin_step()
+
     def begin_body(self) -> None:
         """Begin a batch of the run."""
         self.in_body = self.pending = True

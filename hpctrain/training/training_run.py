@@ -119,7 +119,7 @@ class Run:
 
     def _open(self) -> None:
         context = self._context
-        self._step.number = 0
+        self._step.begin_run()
         meet(context.backend, "session.run()")
         self._journal = journal = RunJournal(context, self._name)
         self.directory = journal.directory

@@ -201,3 +201,34 @@ def test_steps_of_an_optimizer_that_is_not_prepared_are_counted():
     with session(batch_size=1, accumulate=2, run_dir="run") as opened, opened.run() as run:
         assert [run.step for _ in run.steps(3)] == [0, 0, 1, 1, 2, 2]
         assert run.step == 3
+
+
+def train_after_an_error(fails):
+    """Train in a run; before it, another one of the session may fail in a micro-batch."""
+    with session(batch_size=2, accumulate=2, max_steps=2, precision="fp64", seed=3) as opened:
+        model = nn.Linear(3, 1)
+        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+        batches = torch.randn(
+            4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
+
+        def loop(name):
+            with opened.run(name=name) as run:
+                for step in run.steps(2):
+                    if name == "first":
+                        opened.backward(10.0 * model(batches[step]).square().mean())
+                        raise ZeroDivisionError
+                    opened.backward(model(batches[step]).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return run.step
+
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                loop("first")
+        return loop("second"), model.weight.tolist()
+
+
+def test_run_after_one_that_failed_in_a_micro_batch_begins_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train_after_an_error(True) == train_after_an_error(False)
