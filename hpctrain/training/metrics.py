@@ -116,7 +116,9 @@ class Metrics:
                 )
             except (TypeError, ValueError, RuntimeError):
                 raise no_number(name, value) from None
-            if counts or weight != 1.0:
+            if counts:
+                number = _times(number, weight)
+            elif weight != 1.0:
                 number = number * weight
             if name in now:
                 known = now[name]
@@ -299,6 +301,13 @@ class Metrics:
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in POSITIONS})
+
+
+def _times(mean: Any, tokens: Any) -> Any:
+    """Return the sum behind a mean; the mean over no tokens may be NaN."""
+    if isinstance(tokens, Tensor):
+        return torch.where(tokens > 0, mean * tokens, 0.0)
+    return mean * tokens if tokens else 0.0
 
 
 def _numbers(row: _Row) -> Iterator[Any]:

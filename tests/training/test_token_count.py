@@ -283,3 +283,33 @@ def train_over_powersgd():
     return train_wrongly(
         lambda opened, loss, _: opened.backward(loss, count=2), ddp="compression=powersgd"
     )
+
+
+def train_and_log(early):
+    """Log the mean over the tokens of each micro-batch, of which some have none."""
+    with session(
+        batch_size=1, accumulate=2, precision="fp64", run_dir="run", log_every=1
+    ) as opened:
+        model = network()
+        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        counts = iter([[0, 2], [3, 1], [5, 0], [0, 0]])
+        with opened.run() as run:
+            for _ in run.steps(2):
+                count = next(counts)[opened.world.rank]
+                tokens = torch.ones(count, 3, dtype=torch.float64)
+                value = float("nan") if count == 0 else float(count)
+                if early:
+                    run.log(size=value)
+                opened.backward(loss_sum(model, tokens), count=count)
+                if not early:
+                    run.log(size=value)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [row["size"] for row in run.directory.rows()]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_logged_values_are_means_over_the_tokens_of_a_step(early):
+    # Of 2, 3 and 1 tokens, and of 5 tokens.
+    rows, _ = ranks.values(ranks.run(2, train_and_log, early))
+    assert rows == pytest.approx([(2 * 2 + 3 * 3 + 1) / 6, 5.0])
