@@ -166,6 +166,17 @@ class Backend(ABC):
     def sync_gradients(self) -> None:  # noqa: B027, as ddp's backward pass has done it
         """Wait until every gradient is averaged, after a backward pass that averages."""
 
+    def take_unaveraged(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return parameters whose gradients the last micro-batch of a step does not average.
+
+        These are parameters of models that only earlier micro-batches have used. They count as
+        averaged from now on.
+
+        Args:
+            parameters: parameters of an optimizer.
+        """
+        return []
+
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take an optimizer step.
 

@@ -157,7 +157,14 @@ class PreparedOptimizer:
         self.updated = True
 
     def merge(self) -> None:
-        """Add the finished gradients that are aside, averaged over the ranks."""
+        """Average gradients that no pass of the last micro-batch has averaged; add those aside."""
+        if len(self._context.models) > 1:
+            rest = self._context.backend.take_unaveraged(self.parameters())
+            if rest:
+                gradients = [parameter.grad for parameter in rest]
+                average(self._context.backend, rest, gradients)
+                for parameter, gradient in zip(rest, gradients, strict=True):
+                    parameter.grad = gradient
         if self._aside is not None:
             kept, self._aside = self._aside, None
             average(self._context.backend, self.parameters(), kept)

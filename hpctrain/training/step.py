@@ -228,10 +228,9 @@ class Step:
             return False
         if optimizers:
             prepared = [one for one in prepared if one.optimizer in optimizers]
+        if self._accumulate > 1:
+            self._complete(prepared)
         for one in prepared:
-            if self._own:
-                one.finish()
-                one.complete(self._accumulate)
             self._update(one)
         self._update_scale()
         # The loss of one model also leaves gradients in other models that it used.
@@ -387,6 +386,17 @@ class Step:
                 one.before_pass()
         elif self.micro_batch and not self.passed:
             self._guard.before_micro_batch()
+
+    def _complete(self, optimizers: Iterable[PreparedOptimizer]) -> None:
+        """Average what only earlier micro-batches have given, before the updates of a step."""
+        if len(self._context.models) > 1:
+            self._backend.sync_gradients()
+        for one in optimizers:
+            if self._own:
+                one.finish()
+                one.complete(self._accumulate)
+            else:
+                one.merge()
 
     def _update(self, one: PreparedOptimizer) -> None:
         """Clip as the options say, and take the optimizer step."""
@@ -550,8 +560,8 @@ class Step:
     def _begin_micro_batch(self, number: int) -> None:
         """Let only the last micro-batch of a step average the gradients.
 
-        fsdp reduces in each one if gradients have to be moved aside, since those of full weights
-        are in no optimizer.
+        fsdp reduces in each one if there are several models, or if gradients have to be moved
+        aside, since those of full weights are in no optimizer.
 
         Args:
             number: index of the micro-batch in its step.
@@ -559,8 +569,10 @@ class Step:
         self.micro_batch, self.last = number, number + 1 >= self._accumulate
         if self._accumulate > 1:
             wanted = self.last
-            if self._own and self._backend.sharded and not wanted:
-                wanted = len(self.optimizers) > 1 or any(one.discards for one in self.optimizers)
+            if self._backend.sharded and not wanted:
+                several = len(self.optimizers) > 1 or any(one.discards for one in self.optimizers)
+                # A model may be in the losses of some micro-batches only.
+                wanted = len(self._context.models) > 1 or (self._own and several)
             for model in self._context.models:
                 self._backend.synchronize(model, wanted)
 

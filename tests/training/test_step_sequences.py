@@ -19,6 +19,16 @@ LISTED = [
     # A stop in a batch that is left by break: the resumed run begins the next epoch.
     Program(epochs=(".B..", "..."), stops=(("signal", 2),)),
     Program(epochs=("..B.", "..."), every=3, stops=(("late crash", 5),)),
+    # The last pass of a step does not use one of the models that its micro-batch has called.
+    Program(
+        seed=73,
+        samples=3,
+        accumulate=2,
+        epochs=("........",),
+        loop="Zd Zg Bg Bd Sd Sg",
+        optimizers=("AdamW", "AdamW"),
+        stops=(("max_steps", 1),),
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class DDP(ProcessGroup):
             self.reduction = "powersgd"
         self._trained: list[Trained] = []
         self._wrapped: list[TransparentDDP] = []
+        self._accumulates = False  # whether only the last micro-batch of a step averages
         # Passes left in which the parameters that the loss does not use are looked for.
         self._first_passes = 0 if settings.own.get("static_graph") else _FIRST_PASSES
         super().__init__(rendezvous, device, settings)
@@ -81,26 +82,27 @@ class DDP(ProcessGroup):
         idle: list[TransparentDDP] = []
         for model in self._wrapped:
             # From the loss, torch finds unused parameters that the outputs of the model depend on.
-            if model.require_backward_grad_sync and (
-                not model.passed or model.find_unused_parameters
-            ):
+            if model.synchronizes and (not model.passed or model.find_unused_parameters):
                 idle.append(model)
             object.__setattr__(model, "passed", False)
+        if self._accumulates:
+            idle = self._used(idle, loss)
         for trained in self._trained:
             flags = list(map(TRAINED, trained.parameters))
             if flags != trained.flags and any(flags):
                 self._take_up(trained, idle)
-        if self._first_passes and any(one.require_backward_grad_sync for one in self._wrapped):
+        if self._first_passes and any(one.synchronizes for one in self._wrapped):
             self._first_passes -= 1
             self._look_for_unused(loss, idle)
         if not idle:
             return loss
-        rehearsed = [model for model in idle if model.rehearses and _uses(loss, model.module)]
-        if rehearsed:
-            rehearse_loss(self._wrapped, loss)
-            for model in rehearsed:
+        if any(model.rehearses for model in idle):
+            used = self._used(self._wrapped, loss)
+            if any(model.rehearses for model in idle if model in used):
+                rehearse_loss(used, loss)
+                idle = used
+            for model in used:
                 model.rehearses = False
-            idle = self._wrapped
         for model in idle:
             loss = model.attach(loss)
         return loss
@@ -144,6 +146,19 @@ class DDP(ProcessGroup):
             if not one.find_unused_parameters:
                 self._renew(one, find_unused_parameters=True)
 
+    def _used(self, models: list["TransparentDDP"], loss: Tensor) -> list["TransparentDDP"]:
+        """Return those of the models that a loss uses, and those that expect a loss of others."""
+        if len(self._wrapped) == 1:
+            return models
+        used = reached(loss)
+        return [
+            model
+            for model in models
+            if used is None
+            or model.find_unused_parameters
+            or not used.isdisjoint(map(id, model.module.parameters()))
+        ]
+
     def _of(self, model: nn.Module) -> list["TransparentDDP"]:
         return [one for one in self._wrapped if model in (one, one.module)]
 
@@ -162,7 +177,7 @@ class DDP(ProcessGroup):
         Called by all ranks alike.
         """
         wrapped = [model for model in self._wrapped if model.module is trained.model]
-        if wrapped and not wrapped[0].require_backward_grad_sync:
+        if wrapped and not wrapped[0].synchronizes:
             return  # the last micro-batch of the step is early enough
         trained.refresh()
         if wrapped:
@@ -182,9 +197,22 @@ class DDP(ProcessGroup):
                 object.__setattr__(model, "rearranged", True)  # avoids the checks of nn.Module
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
-        """Switch the flag of DistributedDataParallel.no_sync() without its context manager."""
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = wanted
+        """Let `attach` prepare the model from now on, and not a forward pass.
+
+        torch would average in a later micro-batch if no backward pass follows a forward pass.
+        """
+        if isinstance(model, TransparentDDP):
+            self._accumulates = True
+            model.require_backward_grad_sync, model.synchronizes = False, wanted
+            model.averaged = False
+
+    def take_unaveraged(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the models that no pass of this micro-batch used, or is expected to."""
+        left = [model for model in self._wrapped if not model.averaged]
+        for model in left:
+            model.averaged = True
+        own = {id(p) for model in left for p in model.module.parameters() if p.requires_grad}
+        return [parameter for parameter in parameters if id(parameter) in own]
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Return an error for missing gradients, or for a lost or unresponsive rank; else None."""
@@ -226,12 +254,16 @@ class TransparentDDP(Transparent, DistributedDataParallel):
 
     Attributes:
         rehearses: whether its next pass with gradients is rehearsed first.
+        synchronizes: whether its next backward pass averages the gradients.
+        averaged: whether a backward pass of this micro-batch averages its gradients.
         passed: whether a forward pass has prepared the next backward pass.
         rearranged: whether the messages follow the order in which the gradients were ready.
         own_hook: communication hook of the script and its state, if there is one.
     """
 
     rehearses = False
+    synchronizes = True
+    averaged = False
     passed = False
     rearranged = False
     own_hook: tuple[object, Callable[..., Any]] | None = None
@@ -265,7 +297,8 @@ class TransparentDDP(Transparent, DistributedDataParallel):
             if self.rehearses and not self._trained.changed:
                 self.rehearses = False
                 rehearse(self, inputs, keywords)
-            object.__setattr__(self, "passed", True)  # avoids the checks of nn.Module
+            # Avoids the checks of nn.Module.
+            object.__setattr__(self, "passed", self.require_backward_grad_sync)
         return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
 
     def attach(self, loss: Tensor) -> Tensor:
@@ -274,12 +307,13 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         DistributedDataParallel runs a model that returns its input: it needs only the inputs and
         outputs of a model.
         """
-        module = self._modules["module"]
-        self._modules["module"] = _AS_IT_IS
+        self.averaged = True
+        module, prepares = self._modules["module"], self.require_backward_grad_sync
+        self._modules["module"], self.require_backward_grad_sync = _AS_IT_IS, True
         try:
             attached: Tensor = DistributedDataParallel.forward(self, loss)  # type: ignore[no-untyped-call]
         finally:
-            self._modules["module"] = module
+            self._modules["module"], self.require_backward_grad_sync = module, prepares
         return attached
 
 
@@ -289,9 +323,3 @@ _AS_IT_IS = nn.Identity()
 # A GAN has three passes in a step; some more for a second step.
 _FIRST_PASSES = 6
 _NUMBERS = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-
-
-def _uses(loss: Tensor, module: nn.Module) -> bool:
-    """Check whether a loss depends on parameters of a model."""
-    used = reached(loss)
-    return used is None or not used.isdisjoint(map(id, module.parameters()))

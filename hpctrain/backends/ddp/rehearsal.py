@@ -53,10 +53,10 @@ def rehearse(
         outputs: list[Tensor] = []
         map_tensors(outputs.append, found)
         parts = [output.sum() for output in outputs if output.requires_grad]
-        if not unused_allowed and _complete(wrapped, parts):  # on all ranks, so also parts
-            wrapped.require_backward_grad_sync = True
+        runs = unused_allowed or _complete(wrapped, parts)  # on all ranks, so also parts
+        if runs and not unused_allowed:
             parts = [wrapped.attach(sum(parts))]  # type: ignore[operator]
-        if parts and wrapped.require_backward_grad_sync:
+        if parts and runs:
             torch.autograd.backward(parts)
         wrapped.require_backward_grad_sync = synchronizes
     # The weight copies in autocast's cache belong to the pass that is over.
@@ -67,7 +67,7 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
     """Run a backward pass and discard its gradients, for a loss that no forward pass prepared.
 
     Args:
-        models: all wrapped models; those that the loss reaches take part.
+        models: wrapped models that the loss uses.
         loss: loss of the first step; its graph is kept for the real backward pass.
     """
     with _discarded(models, loss.device):  # a recomputed forward pass changes buffers
