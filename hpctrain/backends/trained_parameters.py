@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hpctrain.process.logging import logger
 
-__all__ = ["TRAINED", "Trained", "reached", "shortened"]
+__all__ = ["TRAINED", "Trained", "reached"]
 
 TRAINED = attrgetter("requires_grad")
 
@@ -71,11 +71,3 @@ def reached(*outputs: Tensor) -> set[int] | None:
         found.add(id(getattr(node, "variable", None)))
         nodes += [before for before, _ in node.next_functions]
     return found
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return the first names, for a message."""
-    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
-
-
-_SHOWN = 5

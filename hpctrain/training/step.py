@@ -60,6 +60,7 @@ class Step:
         in_run: whether a run is open, which counts the steps.
         in_body: whether the script is processing a batch of the run.
         pending: whether the loop has a batch that is not counted yet.
+        cut_short: whether `--max-steps` has ended this epoch of the run before its last batch.
         bodies: batches of the run since the last step.
         micro_batch: index of the micro-batch in its step.
         passed: backward passes in this micro-batch.
@@ -79,7 +80,7 @@ class Step:
         self._heartbeat = context.events.heartbeat
         self._accumulate = context.batches.accumulate
         self.number = 0
-        self.in_run = self.in_body = self.pending = self.done = False
+        self.in_run = self.in_body = self.pending = self.done = self.cut_short = False
         self.bodies = self.micro_batch = self.passed = 0
         self.last = self._accumulate == 1
         self.weight = 1.0
@@ -109,7 +110,8 @@ class Step:
     def begin_run(self) -> None:
         """Begin a run at step 0; the run before it may have ended by an error in its loop."""
         self.number = self.bodies = 0
-        self.in_body = self.pending = self.done = self._ignored = self._updated = False
+        self.in_body = self.pending = self.done = self.cut_short = False
+        self._ignored = self._updated = False
         self.weight, self.norm, self.before = 1.0, None, []
         if self.micro_batch or self.passed:
             self.passed = 0
@@ -314,11 +316,12 @@ class Step:
     def counts(self, optimizer: Optimizer) -> bool:
         """Return whether a call of a scheduler counts: once for each update of its optimizer.
 
-        Outside of the loop's body every call counts. In the body, those in the last micro-batch of
-        a step do, unless the update was skipped.
+        Outside of the loop's body every call counts, except at the end of an epoch that is cut
+        short: a resumed run gets there again. In the body, those in the last micro-batch of a step
+        do, unless the update was skipped.
         """
         if not self.in_body:
-            return True
+            return not self.cut_short
         if not self.last:
             self._ignored = True
             return False

@@ -97,7 +97,6 @@ class Run:
         self._compared = False  # whether the ranks have compared their data sets
         self._compares = _FIRST_STEPS  # steps left in which the ranks compare their weights
         self._begun = False  # whether the loop has requested the batches of this epoch
-        self._cut_short = False  # whether --max-steps ended the current epoch early
         self._knows_schedulers = False  # whether the first step has found all schedulers
         self._paused = time.monotonic()  # end of the last batches
         self._undo = ExitStack()  # restores what a run changes in its process
@@ -244,7 +243,7 @@ class Run:
         last = sys.maxsize if self._epochs is None else self._epochs
         while self.epoch < last and self.step < self._most_steps:
             before, batches = self.step, self._batches
-            self._cut_short = self._begun = False
+            self._begun = self._step.cut_short = False
             self._in_epoch = True
             try:
                 yield self.epoch
@@ -257,7 +256,7 @@ class Run:
             if not self._epoch_step and seen and self._context.optimizers:
                 raise UsageError("HT605.no-optimizer-step", seen=seen, epoch=self.epoch + 1)
             self._drop_rest()
-            if not self._cut_short:
+            if not self._step.cut_short:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
             pause = time.monotonic() - self._paused
@@ -329,7 +328,7 @@ class Run:
                 finally:
                     step.in_body = False
                 self._settle(in_loop=True)
-            self._cut_short = next(iterator, _END) is not _END
+            step.cut_short = next(iterator, _END) is not _END
         finally:
             phase(IDLE)
             self._paused = time.monotonic()

@@ -16,7 +16,7 @@ from battery import HOROVOD_SLOW, session, train
 from processes import until
 
 # Newer versions renew all their locks in a forked process before they take one.
-pytestmark = pytest.mark.skipif(sys.version_info >= (3, 12), reason="concerns Python 3.11")
+ONLY_3_11 = pytest.mark.skipif(sys.version_info >= (3, 12), reason="concerns Python 3.11")
 TIMES = 30
 
 
@@ -68,6 +68,7 @@ def thread_states_of_exchanges():
         return {name: made_by(act) for name, act in exchanges(opened.backend).items()}
 
 
+@ONLY_3_11
 @HOROVOD_SLOW
 def test_no_thread_makes_a_thread_state_at_the_end_of_an_exchange(run):
     for made in ranks.values(run(3, thread_states_of_exchanges)):
@@ -86,6 +87,7 @@ def thread_states_of_a_training():
         return thread_states() - before - 1, len(started)
 
 
+@ONLY_3_11
 @pytest.mark.parametrize("run", ["auto", "horovod"], indirect=True)
 def test_only_new_threads_make_thread_states_in_a_training(run):
     for made, started in ranks.values(run(3, thread_states_of_a_training)):
@@ -129,6 +131,7 @@ def thread_states_of_another_group():
         return made_by(act)
 
 
+@ONLY_3_11
 def test_threads_of_the_process_group_of_a_script_make_thread_states():
     """Then the test above can fail."""
     assert max(ranks.values(ranks.run(3, thread_states_of_another_group))) > 0

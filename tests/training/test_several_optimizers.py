@@ -83,6 +83,16 @@ def cleared_before(opened, losses, first, second):
     second.step()
 
 
+def cleared_to_zeros(opened, losses, first, second):
+    for optimizer in (first, second):
+        optimizer.zero_grad(set_to_none=False)
+    opened.backward(losses.generator, retain_graph=True)
+    first.step()
+    second.zero_grad(set_to_none=False)
+    opened.backward(losses.critic)
+    second.step()
+
+
 def critic_first(opened, losses, first, second):
     opened.backward(losses.critic)
     second.step()
@@ -144,7 +154,14 @@ def train(loop, accumulate, **options):
         return torch.cat([p.reshape(-1) for p in full]).tolist(), run.step
 
 
-LOOPS = [cleared_after, cleared_before, critic_first, cleared_twice, only_the_last]
+LOOPS = [
+    cleared_after,
+    cleared_before,
+    cleared_to_zeros,
+    critic_first,
+    cleared_twice,
+    only_the_last,
+]
 # fsdp has whole weights in a forward pass only, and that loss reads them outside of one.
 CASES = [
     (loop, *one) for loop in LOOPS for one in LAYOUTS if (loop, one[0]) != (critic_first, "fsdp")

@@ -19,6 +19,8 @@ LISTED = [
     # A stop in a batch that is left by break: the resumed run begins the next epoch.
     Program(epochs=(".B..", "..."), stops=(("signal", 2),)),
     Program(epochs=("..B.", "..."), every=3, stops=(("late crash", 5),)),
+    # The script calls the scheduler at the end of an epoch that --max-steps cuts short.
+    Program(epochs=("....", ".."), schedule="StepLR", ticks="epoch", stops=(("max_steps", 2),)),
     # The last pass of a step does not use one of the models that its micro-batch has called.
     Program(
         seed=73,

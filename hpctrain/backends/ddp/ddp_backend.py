@@ -13,7 +13,7 @@ from hpctrain.backends.ddp import ddp_options
 from hpctrain.backends.ddp.rehearsal import rehearse, rehearse_loss
 from hpctrain.backends.distributed.process_group import ProcessGroup, transport_of
 from hpctrain.backends.settings import BackendSettings
-from hpctrain.backends.trained_parameters import TRAINED, Trained, reached, shortened
+from hpctrain.backends.trained_parameters import TRAINED, Trained, reached
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
@@ -130,7 +130,7 @@ class DDP(ProcessGroup):
                 logger.info(
                     "the loss does not use %s: the ranks look for such parameters in each step "
                     "from now on, as with --ddp find-unused-parameters",
-                    shortened(names) if names else "some parameters on another rank",
+                    _first(names) if names else "some parameters on another rank",
                 )
                 self._renew(model, find_unused_parameters=True)
                 if model not in idle:
@@ -230,7 +230,7 @@ class DDP(ProcessGroup):
         for model in self._wrapped:
             names = [name for name, p in model.named_parameters() if p.requires_grad]
             if numbers and max(numbers) < len(names):
-                parameters = shortened([names[number] for number in numbers])
+                parameters = _first([names[number] for number in numbers])
                 break
         else:
             parameters = "parameters that the model no longer has"
@@ -323,3 +323,11 @@ _AS_IT_IS = nn.Identity()
 # A GAN has three passes in a step; some more for a second step.
 _FIRST_PASSES = 6
 _NUMBERS = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names, for a message."""
+    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
+
+
+_SHOWN = 5
