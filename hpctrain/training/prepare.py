@@ -1,23 +1,29 @@
 """Preparation of models for a session, and checks of what they need."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 from hpctrain.arguments import Options
 from hpctrain.backends.blocks import find_blocks
 from hpctrain.backends.meta_models import Unfilled, allocate, on_meta
 from hpctrain.backends.transparent import Transparent
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.feed import Placement
 from hpctrain.errors import UsageError
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
 from hpctrain.training import sync_batchnorm
+from hpctrain.training.consensus import ask, on_rank_zero, refuse_unlike_answers
 from hpctrain.training.context import Context
 
 __all__ = [
@@ -25,7 +31,65 @@ __all__ = [
     "inner",
     "place_batches",
     "prepare_model",
+    "refuse_unlike",
 ]
+
+
+def refuse_unlike(things: Sequence[object], context: Context) -> None:
+    """Check that all ranks are about to prepare the same models and optimizers; called by all.
+
+    Gradients and states are exchanged by the place of a parameter in its model. Layers in another
+    order on one rank, with equal shapes, would mix those of different layers.
+
+    Args:
+        things: arguments of `prepare`.
+        context: context of the training, with the models that were prepared before.
+
+    Raises:
+        UsageError: a rank calls something else, or has another name, shape or type at some place.
+    """
+    backend = context.backend
+    if backend.world_size == 1:
+        return
+    lines = _description(things, context.models)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    answers = ask(backend, "session.prepare()", digest)
+    refuse_unlike_answers(answers)
+    others = [rank for rank, one in enumerate(answers) if one.note != answers[0].note]
+    if others:
+        every = backend.gather_object(lines)
+        on_rank_zero(backend, partial(_raise_difference, others, every))
+
+
+def _description(things: Sequence[object], prepared: Sequence[nn.Module]) -> list[str]:
+    """Describe each parameter and buffer of models, and each parameter of optimizers."""
+    models = [thing for thing in things if isinstance(thing, nn.Module)]
+    lines, names = [], {}
+    for number, model in enumerate([*prepared, *models]):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            names[id(tensor)] = f"{name} of model {number}"
+    for model in models:
+        lines.append(type(inner(model)).__name__)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
+            frozen = (
+                ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+            )
+            lines.append(f"{name} {shape} {str(tensor.dtype).removeprefix('torch.')}{frozen}")
+    for optimizer in (thing for thing in things if isinstance(thing, Optimizer)):
+        lines.append(type(optimizer).__name__)
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                name = names.get(id(getattr(parameter, "divided", parameter)), "a parameter")
+                lines.append(f"{name} in group {number}")
+    return lines
+
+
+def _raise_difference(others: Sequence[int], every: Sequence[Sequence[str]]) -> None:
+    pairs = enumerate(zip_longest(every[others[0]], every[0], fillvalue="nothing"), 1)
+    number, (local, first) = next(one for one in pairs if one[1][0] != one[1][1])
+    place = {"ranks": ranks_text(others), "rank": others[0], "number": number}
+    raise UsageError("HT625.models-differ", **place, local=local, first=first)
 
 
 def place_batches(options: Options, precision: Precision) -> Placement:

@@ -231,13 +231,13 @@ class Session(Collectives):
         Raises:
             UsageError: an object is none of these; an optimizer has parameters of no prepared
                 model, a scheduler that of no prepared optimizer; or another rank does something
-                else.
+                else, or has other parameters.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer, LRScheduler, DataLoader, Shared)):
                 raise UsageError("HT606.object-cannot-be-prepared", kind=type(thing).__name__)
-        meet(self.backend, "session.prepare()")
         context = self._context
+        prepare.refuse_unlike(things, context)
         prepared: list[Any] = list(things)
         for place, thing in enumerate(things):
             if isinstance(thing, (DataLoader, Shared)):

@@ -163,3 +163,39 @@ def test_torchmetrics_without_sums_over_ranks_is_a_warning(run):
     ranks.values(run(2, train_with_torchmetrics))
     warned = "torchmetrics knows torch.distributed alone" in Path("run/logs/rank-0.log").read_text()
     assert warned == (run.keywords["env"]["TEST_BACKEND"] == "horovod")
+
+
+def prepare_layers(kind):
+    """Prepare a model whose rank 2 differs by its order, shape or frozen parameters."""
+    with session(batch_size=2) as opened:
+        odd, names = opened.world.rank == 2, ["a", "b", "c"]
+        sizes = {"c": 3} if odd and kind == "shape" else {}
+        ordered = names[::-1] if odd and kind == "layers" else names
+        model = nn.ModuleDict({name: nn.Linear(2, sizes.get(name, 2)) for name in ordered})
+        if odd and kind == "frozen":
+            model["a"].weight.requires_grad_(False)
+        if odd and kind == "less":
+            del model["c"]
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(
+            parameters[::-1] if odd and kind == "optimizer" else parameters
+        )
+        opened.prepare(model, optimizer)
+
+
+DIFFERENT = {
+    "layers": "number 2 is c.weight (2, 2) float32 on rank 2, and a.weight (2, 2) float32 on",
+    "shape": "number 6 is c.weight (3, 2) float32 on rank 2, and c.weight (2, 2) float32 on",
+    "frozen": "number 2 is a.weight (2, 2) float32, frozen on rank 2, and a.weight (2, 2) float32",
+    "less": "number 6 is AdamW on rank 2, and c.weight (2, 2) float32 on rank 0",
+    "optimizer": "number 9 is c.bias of model 0 in group 0 on rank 2, and a.weight of model 0 in",
+}
+
+
+@pytest.mark.parametrize("run", ["auto", "fsdp", "horovod"], indirect=True)
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_that_prepare_other_parameters_are_named(run, kind):
+    message = message_of_rank_0(run(3, prepare_layers, kind))
+    assert message.startswith(
+        f"other objects are prepared on rank 2 than on rank 0: {DIFFERENT[kind]}"
+    )
