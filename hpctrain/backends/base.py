@@ -153,6 +153,11 @@ class Backend(ABC):
         """
         return loss
 
+    @property
+    def call_order(self) -> int:
+        """A number below 2**20 that differs if ranks have called models in another order."""
+        return 0
+
     def has_unused(self, model: nn.Module) -> bool:
         """Return whether losses were found that do not use all trained parameters of a model."""
         return False

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.errors import UsageError
 from hpctrain.monitoring.timings import Timings
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet
@@ -17,6 +18,7 @@ __all__ = ["Agreement"]
 # Names of the values that the ranks exchange besides the reasons to stop.
 _NOT_FINITE, _NOT_WRITTEN, _NO_ROOM = "not finite", "not written", "no room"
 _OVERDUE, _MEASURED, _ASKING = "overdue", "measured", "asking"
+_CALLS, _CALLS_SQUARED = "calls", "calls squared"
 
 
 class Agreement:
@@ -62,6 +64,7 @@ class Agreement:
         Raises:
             NonFiniteError: too many steps in a row had no finite numbers.
             ReplicaError: the ranks do not have the same weights any more.
+            UsageError: they have called the blocks of a model in different orders.
         """
         overdue = self._act(step, epoch)
         self._begin({**self._values(), **self._replicas.values(step)}, step, epoch)
@@ -101,7 +104,7 @@ class Agreement:
         """Return this rank's values: stop requests, failures, what is due."""
         context, saves = self._context, self._saves
         asked = context.preemption.asked(self.longest_pause + saves.save_margin())
-        streak = context.precision.nonfinite.streak
+        streak, calls = context.precision.nonfinite.streak, context.backend.call_order
         return {
             **{reason: float(reason == asked) for reason in REASONS},
             _ASKING: float(context.world.rank if asked else 0),
@@ -111,6 +114,8 @@ class Agreement:
             _NO_ROOM: float(saves.no_room()),
             _OVERDUE: float(saves.overdue()),
             _MEASURED: float(self._timings.due()),
+            _CALLS: float(calls),
+            _CALLS_SQUARED: float(calls * calls),
         }
 
     def _doing(self, step: int, epoch: int) -> str:
@@ -127,6 +132,9 @@ class Agreement:
         self._replicas.judge(sums)
         if not sums:
             return False
+        # As for `Consensus`: equal numbers are those whose squares have the least sum.
+        if sums[_CALLS] ** 2 != sums[_CALLS_SQUARED] * self._context.world.world_size:
+            raise UsageError("HT319.calls-differ", step=step)
         if sums[_NOT_FINITE]:
             refuse_streak(self._context, sums[_NOT_FINITE], step, self._saves.saved)
         if sums[_NOT_WRITTEN]:

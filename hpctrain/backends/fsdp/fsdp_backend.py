@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from hpctrain.backends.blocks import find_blocks
 from hpctrain.backends.distributed import ProcessGroup
 from hpctrain.backends.extent import Extent
+from hpctrain.backends.fsdp.call_order import CallOrder
 from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
@@ -65,6 +66,7 @@ class FSDP(ProcessGroup):
         # After the check: an error must leave no process group open.
         super().__init__(rendezvous, device, settings)
         self._divided: list[FSDPModule] = []
+        self._order = CallOrder(self.all_gather_text)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=dimensions)
 
     @classmethod
@@ -92,7 +94,8 @@ class FSDP(ProcessGroup):
         """
         self._share([*model.parameters(), *model.buffers()])
         empty = on_meta(model)
-        blocks = find_blocks(model, self._own["blocks"])
+        # The model as a whole is one, too.
+        blocks = [one for one in find_blocks(model, self._own["blocks"]) if one is not model]
         before = dict(model.named_parameters(remove_duplicate=False))
         half = torch.bfloat16 if self._precision in ("bf16", "fp8") else None
         arguments: dict[str, Any] = {
@@ -110,9 +113,13 @@ class FSDP(ProcessGroup):
             if not isinstance(block, FSDPModule):
                 fully_shard(block, reshard_after_forward=self._own["reshard"], **arguments)
         fully_shard(model, reshard_after_forward=False, **arguments)
-        self._divided += [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for name, module in model.named_modules(prefix=type(model).__name__.removeprefix("FSDP")):
+            if isinstance(module, FSDPModule):
+                self._divided.append(module)
+                self._order.watch(module, name)  # type: ignore[arg-type]
         if empty:
             allocate(model, "cpu" if self._own["offload"] else self.device)
+        self._order.watch_gradients(list(model.named_parameters()))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             # An optimizer may have been created before, and still has the parameter as it was.
             before[name].divided = parameter  # type: ignore[attr-defined]
@@ -148,6 +155,21 @@ class FSDP(ProcessGroup):
             raise UsageError("HT319.optimizer-with-state", optimizer=type(optimizer).__name__)
         for group in groups:
             group["params"] = [getattr(p, "divided", p) for p in group["params"]]
+
+    @property
+    def call_order(self) -> int:
+        """Hash of the calls of blocks, and of which gradients there were."""
+        return self._order.number
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """Compare in the first passes that all ranks have called the same blocks."""
+        if self._order.first_passes:
+            self._order.before_backward()
+        return loss
+
+    def sync_gradients(self) -> None:
+        """Compare in the first passes that all ranks have gradients of the same parameters."""
+        self._order.after_backward()
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Let the next backward pass average the gradients, or add them up on each rank."""
