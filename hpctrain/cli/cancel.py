@@ -47,7 +47,7 @@ def _cancel(named: lookup.Named) -> None:
     for run in runs:
         if run is None:
             continue
-        steps = rundir.RunDirectory(run).steps()
+        steps = rundir.RunDirectory(run).current().steps()
         if steps:
             # The run saves once more before it ends.
             newest = f"the newest of step {steps[-1]} or later"

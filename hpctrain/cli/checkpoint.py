@@ -12,7 +12,6 @@ from typing import Any
 from hpctrain.cli.argument_types import RUN
 from hpctrain.errors import CheckpointError
 from hpctrain.jobs import job_tables, lookup
-from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
 
@@ -36,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     loading = importlib.import_module("hpctrain.checkpoint.loading")
-    directory = RunDirectory(lookup.run_directory(arguments.run, os.environ))
+    directory = lookup.only_run(arguments.run, os.environ)
     found: dict[int, Path] = loading.places(directory)
     steps = ", ".join(map(str, found)) or "none"
     if arguments.step is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hpctrain.cli.argument_types import RUN
 from hpctrain.jobs import lookup
-from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
 
@@ -47,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     checkpoint = importlib.import_module("hpctrain.checkpoint")
-    directory = RunDirectory(lookup.run_directory(arguments.run, os.environ))
+    directory = lookup.only_run(arguments.run, os.environ)
     step = checkpoint.export(
         directory,
         arguments.target,

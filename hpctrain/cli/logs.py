@@ -78,7 +78,7 @@ def _main(arguments: argparse.Namespace) -> int:
     rank = _rank(arguments.rank, status) if arguments.rank is not None else None
     path, in_job = status.log, True
     if path is None and not status.label and status.run_dir is not None:
-        path, in_job = RunDirectory(status.run_dir).log(int(rank or 0)), False
+        path, in_job = RunDirectory(status.run_dir).current().log(int(rank or 0)), False
     sys.stdout.flush()
     one = rank is not None and in_job
     out = _OneRank(str(rank), sys.stdout.buffer) if one else sys.stdout.buffer

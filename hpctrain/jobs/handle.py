@@ -120,15 +120,15 @@ class Job:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
-        return RunDirectory(self.run_dir).rows()
+        return RunDirectory(self.run_dir).current().rows()
 
     def curves(self) -> dict[str, tuple[list[int], list[float]]]:
         """Return the metrics that the run has logged so far: by name, the steps and the values.
 
         `plt.plot(*job.curves()["loss"])` draws one. Empty before the first row.
         """
-        run = self.run_dir
-        return run_progress.curves(run) if RunDirectory(run).identity.exists() else {}
+        run = RunDirectory(self.run_dir).current()
+        return run_progress.curves(run.path) if run.identity.exists() else {}
 
     def cancel(self) -> None:
         """End the job, and keep what it has saved.

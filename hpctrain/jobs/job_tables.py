@@ -27,7 +27,8 @@ _LONGEST_REASON = 500
 
 def row_of(status: JobStatus) -> tuple[str, ...]:
     """Return the row of a job or a run, by `HEADS`."""
-    texts = [place(status.run_dir)] if status.run_dir else []
+    run = rundir.RunDirectory(status.run_dir).current().path if status.run_dir else None
+    texts = [place(run)] if run else []
     figures = _figures(status.progress)
     if status.queued is not None:
         cells, text = _queued(status.queued)
@@ -87,7 +88,7 @@ def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
 
 def _has_checkpoints(run: Path) -> bool:
     try:
-        return bool(rundir.RunDirectory(run).steps())
+        return rundir.RunDirectory(run).furthest() is not None
     except OSError:  # the run of another user
         return False
 

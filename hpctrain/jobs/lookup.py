@@ -10,8 +10,9 @@ from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 from hpctrain.jobs.run_progress import label_of, progress, run_of
 from hpctrain.jobs.slurm_reasons import absent
+from hpctrain.rundir import RunDirectory
 
-__all__ = ["Named", "find", "own_jobs", "run_directory", "runs", "without_slurm"]
+__all__ = ["Named", "find", "only_run", "own_jobs", "run_directory", "runs", "without_slurm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,19 @@ def run_directory(name: str, env: Mapping[str, str]) -> Path:
         several = ", ".join(sorted(map(printable, found))) or "none"
         raise UsageError("HT818.not-one-run", name=printable(name), runs=several)
     return found.pop()
+
+
+def only_run(name: str, env: Mapping[str, str]) -> RunDirectory:
+    """Return the run of a name, as `run_directory`; a folder may have one named run.
+
+    Raises:
+        UsageError: as for `run_directory`, or the folder has several runs.
+    """
+    directory = RunDirectory(run_directory(name, env))
+    runs = directory.runs()
+    if len(runs) > 1 and runs[0].path != directory.path:
+        raise directory.missing()
+    return runs[0] if runs else directory
 
 
 def _run(name: str) -> Path | None:

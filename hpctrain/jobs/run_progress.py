@@ -50,8 +50,8 @@ class Progress:
 
 
 def progress(path: Path) -> Progress | None:
-    """Return the progress of a run; None if there is no run."""
-    directory = rundir.RunDirectory(path)
+    """Return the progress of a run, of several the one launched last; None if there is no run."""
+    directory = rundir.RunDirectory(path).current()
     # Here and below without pathlib, which raises if the user may not read a folder.
     if not os.path.exists(directory.identity) and not os.path.exists(directory.metrics):
         return None
@@ -84,7 +84,7 @@ def curves(run: str | os.PathLike[str]) -> dict[str, tuple[list[int], list[float
     Raises:
         UsageError: the folder has no run.
     """
-    directory = rundir.RunDirectory(run)
+    directory = rundir.RunDirectory(run).current()
     if not os.path.exists(directory.identity):
         raise directory.missing()
     columns = directory.columns()
@@ -171,13 +171,19 @@ def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
 
 def _from_starts(runs: Path, label: str) -> Path | None:
     """Return the newest run that this job was the last to start."""
-    files = sorted(runs.glob("*/starts.jsonl"), key=os.path.getmtime, reverse=True)
-    return next((one.parent for one in files[:_MOST_RUNS] if _last_job(one.parent) == label), None)
+    found = [*runs.glob("*/starts.jsonl"), *runs.glob("*/*/starts.jsonl")]
+    for file in sorted(found, key=os.path.getmtime, reverse=True)[:_MOST_RUNS]:
+        if _last_job(file.parent) == label:
+            return runs / file.relative_to(runs).parts[0]
+    return None
 
 
 def last_start(path: Path) -> dict[str, Any]:
-    """Return the newest line of the starts.jsonl of a run; empty if there is none."""
-    rows = _last_rows(path / "starts.jsonl")
+    """Return the newest line of the starts.jsonl of a run; empty if there is none.
+
+    Of several runs in the folder, that of the one launched last.
+    """
+    rows = _last_rows(rundir.RunDirectory(path).current().starts)
     return rows[-1] if rows else {}
 
 
@@ -196,7 +202,7 @@ def label_of(path: Path) -> str:
 
     Empty if no job has run there.
     """
-    if os.path.exists(path / "starts.jsonl"):
+    if os.path.exists(rundir.RunDirectory(path).current().starts):
         return _last_job(path)
     _, dash, label = path.name.rpartition("-")
     return label if dash and slurm.is_label(label) else ""

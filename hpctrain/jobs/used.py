@@ -76,7 +76,7 @@ def of_job(status: JobStatus, env: Mapping[str, str]) -> JobUse:
     seconds = slurm_seconds(job.used) if job is not None and started else None
     ranks = None
     if status.run_dir is not None:
-        directory = RunDirectory(status.run_dir)
+        directory = RunDirectory(status.run_dir).current()
         try:
             ranks = used.measure(directory.each(directory.timings))
         except OSError:  # the run of another user

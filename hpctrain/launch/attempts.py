@@ -242,7 +242,7 @@ def _attempts(
     resumes = policy.plain  # whether the program was seen to have a session
     kept = -1  # furthest step of which a copy in memory is known
     for number in itertools.count():
-        before = max(directory.steps(), default=None)
+        before = directory.furthest()
         folder = common / str(number)
         folder.mkdir(mode=0o700, exist_ok=True)
         # Without agents, no copy in memory is lost if the program is not started again.
@@ -255,7 +255,7 @@ def _attempts(
         if not end.usage:
             failed = end.first.time if end.first else None
             launched = float(first.environ[env_vars.LAUNCHED])
-            effective_time.note_attempt(directory, launched, failed)
+            effective_time.note_attempt(directory.current(), launched, failed)
         recorded = read_exit_status(folder / "exit-status-0")
         stopped = end.stopped or bool(received)
         if first.ends_plain and stopped and not failure_record.sessions(folder):
@@ -269,7 +269,7 @@ def _attempts(
             return result
         choice.after(end)
         used, lost = choice.used, choice.lost
-        after = max(directory.steps(), default=None)
+        after = directory.furthest()
         progress = after is not None and (before is None or after > before)
         copied = failure_record.memory_step(folder)
         if copied is not None:
@@ -352,6 +352,7 @@ def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:
 
 def _record(directory: rundir.RunDirectory, env: Mapping[str, str], code: int, reason: str) -> None:
     """Write the end to the summary; print why a run is given up, where its time went, its use."""
+    directory = directory.current()
     effective = effective_time.measure(directory)
     if code == exit_codes.GIVEN_UP:
         announce(f"given up: {reason}")

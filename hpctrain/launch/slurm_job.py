@@ -148,8 +148,7 @@ class SlurmJob:
             announce(f"job {label} is not started again: {refused}")
         elif code != exit_codes.GIVEN_UP:
             return code
-        checkpoints = rundir.RunDirectory(directory).steps()
-        if checkpoints:
+        if rundir.RunDirectory(directory).furthest() is not None:
             task = self.allocation.array_task
             array = "" if task is None else f"--array={task} "
             announce(

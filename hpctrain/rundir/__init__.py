@@ -1,5 +1,6 @@
 """Names and formats of the files in a run directory, and their readers.
 
+NAME/                       directory of a run with a name, such as session.run(name="fold-0")
 run.json                    identity of the run: name, data, model, and the world of its first start
 starts.jsonl                a line for each start: command, options, versions, commit, world
 metrics.jsonl               a line for each logged step: step, epoch, time, then values
@@ -117,8 +118,45 @@ class RunDirectory:
         summary = {**entries, **more, "status": status, "reason": reason}
         replace(self.summary, json.dumps(summary, indent=1) + "\n")
 
+    def runs(self) -> list["RunDirectory"]:
+        """Return the run in this directory, and the named runs in folders of it, by their names."""
+        try:
+            folders = sorted(entry.path for entry in os.scandir(self.path) if entry.is_dir())
+        except OSError:
+            folders = []
+        return [run for run in (self, *map(RunDirectory, folders)) if os.path.exists(run.identity)]
+
+    def stops(self) -> list[Path]:
+        """Return the files that stop this run: for one with a name also that of the folder around.
+
+        Raises:
+            UsageError: run.json is damaged.
+        """
+        inside = (self.read(self.identity) or {}).get("in_folder_of_name")
+        return [self.stop, *([self.path.parent / self.stop.name] if inside else [])]
+
+    def current(self) -> "RunDirectory":
+        """Return which of `runs` was launched last; this directory if it has none."""
+
+        def launched(run: RunDirectory) -> float:
+            try:
+                return os.stat(run.starts).st_mtime
+            except OSError:
+                return 0.0
+
+        return max(self.runs(), key=launched, default=self)
+
+    def furthest(self) -> int | None:
+        """Return the sum of the newest saved steps of all `runs`; None without a checkpoint."""
+        steps = [max(run.steps(), default=None) for run in self.runs() or [self]]
+        saved = [step for step in steps if step is not None]
+        return sum(saved) if saved else None
+
     def missing(self) -> UsageError:
-        """Return the error for a folder that has no run."""
+        """Return the error for a folder that has no run, or several."""
+        if runs := self.runs():
+            names = ", ".join(run.path.name for run in runs)
+            return UsageError("HT655.several-runs", path=self.path, names=names, last=runs[-1].path)
         return UsageError("HT655.no-run", path=self.path)
 
     def rows(self) -> list[dict[str, Any]]:

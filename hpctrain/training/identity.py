@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,18 +25,22 @@ from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
 from hpctrain.training.context import Context
 
-__all__ = ["claim", "facts", "is_again", "note_start", "of_run", "refuse_fruitless"]
+__all__ = ["claim", "facts", "is_again", "note_end", "note_start", "of_run", "refuse_fruitless"]
 
 FORMAT = 1
 # Values that identify a run; all others may change from one start to the next.
 _IDENTITY = ("name", "model")
 
 
-def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirectory, Lock | None]:
+def claim(
+    name: str | None, script: str, context: Context, env: Mapping[str, str]
+) -> tuple[RunDirectory, Lock | None]:
     """Find or create the run directory, and lock it; called by rank 0 only.
 
     Args:
-        name: name of the run.
+        name: name of the run, which has a folder of this name in a directory that is set; None for
+            the run that has the directory itself.
+        script: name of the script.
         context: context of the training. Its models identify the run, by the names and shapes of
             their weights; its job gives the default name and the restart count.
         env: environment variables, for $HPCTRAIN_RUN_DIR and the lock.
@@ -46,27 +51,40 @@ def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirec
 
     Raises:
         UsageError: the directory has a run and `--resume` was not given; it has another run or
-            foreign files; it cannot be written; or another start uses it.
+            foreign files; it cannot be written; another start uses it; or this process has ended a
+            run in it.
     """
     options, job = context.options, context.allocation
-    own = {"name": name, "model": _signature(context.models)}
+    own = {"name": name or script, "model": _signature(context.models)}
     resume = options.resume
     if resume is None:
         resume = options.elastic or is_again(env) or (job is not None and job.restart_count > 0)
     label = job.label if job else _agent_label(env)
-    path = options.run_dir or env.get(env_vars.RUN_DIR) or default(name, label)
-    directory = RunDirectory(path)
+    path = options.run_dir or env.get(env_vars.RUN_DIR)
+    directory = RunDirectory(path or default(name or script, label))
+    if path and name is not None:
+        directory = _of_name(directory, name)
     before = directory.read(directory.identity)
     if before is None:
         _refuse_other_files(directory)
     else:
+        again = os.path.realpath(directory.path) in _ended
+        finished = _finished(directory, options)
+        if again and (finished or not resume):
+            raise UsageError("HT618.second-run", directory=directory)
         _refuse_other_runs(directory, before, own, resume)
-        if _finished(directory, options):
+        if finished:
             return directory, None
     lock = Lock.take(directory, job, env)
     if before is not None:
         return directory, lock
-    about = {"format": FORMAT, **own, "created": time.time(), "world": asdict(context.world)}
+    about = {
+        "format": FORMAT,
+        **own,
+        "in_folder_of_name": bool(path) and directory.path != Path(path or ""),
+        "created": time.time(),
+        "world": asdict(context.world),
+    }
     try:
         create(directory.identity, json.dumps(about, indent=1) + "\n")
     except OSError as error:
@@ -75,6 +93,28 @@ def claim(name: str, context: Context, env: Mapping[str, str]) -> tuple[RunDirec
             _refuse_other_runs(directory, directory.read(directory.identity), own, False)
         raise UsageError("HT617.cannot-create", directory=directory, error=error) from None
     return directory, lock
+
+
+# Directories of the runs that this process has ended, or found finished.
+_ended: set[str] = set()
+
+
+def note_end(directory: RunDirectory) -> None:
+    """Record that this process has ended a run, or found it finished."""
+    _ended.add(os.path.realpath(directory.path))
+
+
+def _of_name(directory: RunDirectory, name: str) -> RunDirectory:
+    """Return the directory of a run with a name.
+
+    Raises:
+        UsageError: no folder can have the name.
+    """
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise UsageError("HT618.name", name=name, suggested=re.sub(r"[^\w-]+", "-", name) or "run")
+    # Earlier versions kept a run with a name in the directory itself.
+    before = directory.read(directory.identity) or {}
+    return directory if before.get("name") == name else RunDirectory(directory.path / name)
 
 
 def is_again(env: Mapping[str, str]) -> bool:
@@ -168,8 +208,9 @@ def _refuse_other_files(directory: RunDirectory) -> None:
     except OSError as error:
         raise UsageError("HT617.cannot-read", directory=directory, error=error) from None
     # Log files may be there first: a batch script opens them before any rank starts.
-    logs = directory.logs.name if directory.logs.is_dir() else None
-    other_files = [name for name in names if not name.startswith(".") and name != logs]
+    known = {run.path.name for run in directory.runs()}
+    known |= {directory.logs.name} if directory.logs.is_dir() else set()
+    other_files = [name for name in names if not name.startswith(".") and name not in known]
     if other_files:
         files = ", ".join(other_files[:5])
         raise UsageError("HT618.not-empty", directory=directory, files=files)

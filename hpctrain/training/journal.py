@@ -30,7 +30,8 @@ class RunJournal:
 
     Args:
         context: context of the training.
-        name: name of the run.
+        name: name of the run; None for the only run of a script.
+        script: name of the script.
 
     Attributes:
         directory: run directory, the same on all ranks.
@@ -45,19 +46,23 @@ class RunJournal:
         UsageError: rank 0 cannot use the directory, or another start uses it.
     """
 
-    def __init__(self, context: Context, name: str) -> None:
+    def __init__(self, context: Context, name: str | None, script: str) -> None:
         self._context = context
         self.lock: Lock | None = None
         self.metrics: Metrics | None = None
         self.recorder: Recorder | None = None
-        path, self.finished, self.key = on_rank_zero(context.backend, lambda: self._claim(name))
+        path, self.finished, self.key = on_rank_zero(
+            context.backend, lambda: self._claim(name, script)
+        )
         self.directory = RunDirectory(path)
         log = self.directory.log(context.world.rank)
         self._log: logging.Handler = add_log_file(log)
         self._stderr = StderrCapture(log) if context.backend.captures_stderr else None
 
-    def _claim(self, name: str) -> tuple[str, bool, str]:
-        directory, self.lock = identity.claim(name, self._context, os.environ)
+    def _claim(self, name: str | None, script: str) -> tuple[str, bool, str]:
+        directory, self.lock = identity.claim(name, script, self._context, os.environ)
+        if self.lock is None:
+            identity.note_end(directory)
         return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
 
     def begin(self, step: int, rows: int) -> Metrics:
@@ -148,6 +153,7 @@ class RunJournal:
         if code == exit_codes.STOPPED:
             logger.info("%s", effective)
         if code == exit_codes.DONE:
+            identity.note_end(self.directory)
             used = used_so_far(self.directory, effective, True) if context.allocation else ()
             text = table(summary, context.backend.transport, self.directory, effective, used)
             sys.stdout.write(text)

@@ -94,7 +94,7 @@ class Preemption:
         self._job, self._clock = job, clock
         self._end = job.end_time if job is not None else None
         self._of_the_start = Path(env[env_vars.STOP_FILE]) if env.get(env_vars.STOP_FILE) else None
-        self._of_the_run: Path | None = None
+        self._of_the_run: list[Path] = []
         self._caught: int | None = None
         self._opened = self._running = self._looked = False
         self._found: dict[int, Any] = {}
@@ -115,9 +115,10 @@ class Preemption:
         """Treat a signal as a stop request from now on, until `end`.
 
         Args:
-            directory: run directory; a file `stop` in it is a stop request, too.
+            directory: run directory; a file `stop` in it is a stop request, too, and for a run with
+                a name also one in the folder around it.
         """
-        self._of_the_run = directory.stop
+        self._of_the_run = directory.stops() if self._rank == 0 else []
         self._running = True
         if self._rank == 0 and self._end is None and self._job and self._job.scheduler == "slurm":
             # Older Slurm, such as 22.05, does not give its jobs the end time. A thread asks for it,
@@ -127,7 +128,7 @@ class Preemption:
     def end(self) -> None:
         """Record the end of the run; its stop file is no longer checked."""
         self._running = False
-        self._of_the_run = None
+        self._of_the_run = []
 
     def close(self) -> None:
         """Record the end of the session; a signal is then too late to stop a run."""
@@ -147,7 +148,7 @@ class Preemption:
         # os.path.exists returns False if the file system has a temporary error.
         for file, reason in (
             (self._of_the_start, _STOP_FILE),
-            (self._of_the_run, rundir.STOP_REASON),
+            *((file, rundir.STOP_REASON) for file in self._of_the_run),
         ):
             if file and os.path.exists(file):
                 self._look_at_the_clock(reason, save_margin)
@@ -157,10 +158,11 @@ class Preemption:
         return None
 
     def obeyed(self, directory: rundir.RunDirectory) -> None:
-        """Remove the stop file after the save, as it would also stop the next start."""
+        """Remove the stop files after the save, as they would also stop the next start."""
         if self._rank == 0:
             try:
-                directory.stop.unlink(missing_ok=True)
+                for file in directory.stops():
+                    file.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("the next start will stop as well: %s", error)
 

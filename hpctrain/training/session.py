@@ -153,6 +153,8 @@ class Session(Collectives):
         if "batch_size" in names and given["batch_size"] is None:
             # With None, DataLoader(dataset, args.batch_size) would return single samples.
             given["batch_size"] = self.batches.batch_size
+            # Another session of the script is to take the size of its own loader.
+            self._undo.callback(given.__setitem__, "batch_size", None)
         # Same seed on all ranks, so that they create the same weights and split the data alike.
         self._undo.callback(random_states.put_back, random_states.capture(self.device), self.device)
         torch.manual_seed(options.seed)
@@ -478,7 +480,9 @@ class Session(Collectives):
                 `load_state_dict()`, all ranks get the state of rank 0. Each rank keeps its own
                 values of: dicts and lists of numbers, texts, None, tensors, dicts and lists;
                 tensors; `torch.Generator`, `random.Random` and `numpy.random.Generator`.
-            name: name of the run (default: name of the script).
+            name: name of the run (default: name of the script). A script with several runs, such
+                as the folds of a cross-validation, gives each a name; with `--run-dir DIR` and in a
+                job, each has the directory DIR/NAME.
 
         Raises:
             UsageError: an object of `state` cannot be filled in place, such as a number.

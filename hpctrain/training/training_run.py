@@ -81,7 +81,8 @@ class Run:
         self._context, self._step = context, step
         self._state = dict(state)
         self._left: dict[str, Any] = {}  # saved states of objects that do not exist yet
-        self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
+        self._name, script = name, Path(sys.argv[0]).stem
+        self._script = _UNNAMED.get(script, script)
         self.epoch = 0
         self.finished = False
         self._epoch_step = 0  # steps done in this epoch
@@ -120,7 +121,7 @@ class Run:
         context = self._context
         self._step.begin_run()
         meet(context.backend, "session.run()")
-        self._journal = journal = RunJournal(context, self._name)
+        self._journal = journal = RunJournal(context, self._name, self._script)
         self.directory = journal.directory
         if journal.finished:
             self._open_finished()
@@ -137,7 +138,7 @@ class Run:
             context.backend.dump_to(self.directory.logs),
         )
         self._seconds = self._events.heartbeat.seconds
-        self._monitor = monitor = Monitor(context, self.directory, self._name)
+        self._monitor = monitor = Monitor(context, self.directory, self._name or self._script)
         self._find_schedulers()
         memory = MemoryCopies.of_run(context, self.directory, os.environ)
         resumed = restore(context, self.directory, self._state, memory)

@@ -366,7 +366,7 @@ def train_skipping_at_first_and_late(path, **options):
         raw.elsewhere.requires_grad_(False)
         model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
         (points,) = own_points(opened)
-        with opened.run(name="skips") as run:
+        with opened.run() as run:
             for step in run.steps(20):
                 opened.step(((model(points, step not in (1, 16), False) - points) ** 2).mean())
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
@@ -393,7 +393,7 @@ def train_and_unfreeze(path, **options):
             raw, torch.optim.SGD(raw.decoder.parameters(), 0.1, momentum=0.9)
         )
         batches = [points.float() for points in own_points(opened)] * 4
-        with opened.run(name="unfreezes") as run:
+        with opened.run() as run:
             for epoch in run.epochs():
                 if epoch == 1:
                     model.encoder.requires_grad_(True)

@@ -57,7 +57,7 @@ def train_experts(backend, options, accumulate=1, **more):
         model, _ = opened.prepare(raw, optimizer)
         parts = torch.arange(SAMPLES).chunk(size * accumulate)
         own = cycle(parts[rank * accumulate : (rank + 1) * accumulate])
-        with opened.run(name="experts") as run:
+        with opened.run() as run:
             for step in run.steps(STEPS):
                 raw.experts[3].requires_grad_(step < 3)
                 part = next(own)

@@ -57,7 +57,7 @@ def train(slow_data=None, slow_forward=None, each=None, **options):
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
         batch = opened.batches.batch_size
         loader = opened.loader(Slow(_SLOW / batch if rank == slow_data else 0.0))
-        with opened.run(name="watched") as run:
+        with opened.run() as run:
             for _ in run.epochs():
                 for inputs, targets in run.batches(loader):
                     if rank == slow_forward:

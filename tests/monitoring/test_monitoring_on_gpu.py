@@ -24,7 +24,7 @@ def train(profile=None):
     ) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        with opened.run(name="loop") as run:
+        with opened.run() as run:
             for _ in run.epochs():
                 for batch, targets in run.batches(opened.loader(images(240))):
                     if run.step == WARM_UP and profile is None:

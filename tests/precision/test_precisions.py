@@ -35,7 +35,7 @@ def train_by_session(name, clip=None, **options):
         optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
         model, optimizer = opened.prepare(model, optimizer)
         losses = []
-        with opened.run(name="precision") as run:
+        with opened.run() as run:
             for _ in run.epochs():
                 for step, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
                     with opened.autocast():

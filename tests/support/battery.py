@@ -48,7 +48,7 @@ def fit(session, model, loader, after=lambda run: None, taken=lambda run, loss: 
         after: called after each batch.
         taken: returns the loss that the step gets.
     """
-    with session.run(name="battery") as run:
+    with session.run() as run:
         for _ in run.epochs():
             for batch, targets in run.batches(loader):
                 with session.autocast():

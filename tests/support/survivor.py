@@ -337,7 +337,7 @@ def train(session, args, faults):
     Fault.flipped = next(model.parameters()).detach()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     counted = SampleCounter(faults)
-    with session.run(state={"schedule": schedule, "counted": counted}, name="survivor") as run:
+    with session.run(state={"schedule": schedule, "counted": counted}) as run:
         counted.run = run
         ledger = Ledger(session, run)
         faults.at("entered")

@@ -84,7 +84,7 @@ def train(name, path, **options):
         optimizer = torch.optim.SGD(case.model.parameters(), 0.1, momentum=0.9)
         model, optimizer = opened.prepare(case.model.train(), optimizer)
         loader = opened.loader(Samples(case.samples))
-        with opened.run(name=name) as run:
+        with opened.run() as run:
             for _ in run.epochs():
                 for batch in run.batches(loader):
                     with opened.autocast():

@@ -56,7 +56,7 @@ def steps(options, warm_up=WARM_UP):
         model = small_model()
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.01, 0.9))
         loader = session.loader(images(1000))
-        with session.run(name="overhead") as run:
+        with session.run() as run:
             for _ in run.epochs():
                 for batch, targets in run.batches(loader):
                     with session.autocast():

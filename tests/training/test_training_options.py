@@ -260,7 +260,7 @@ def sample_orders(wrap):
         opened.prepare(plain_model())
         loader = opened.loader(images(24))
         seen = []
-        with opened.run(name="orders") as run:
+        with opened.run() as run:
             for _ in run.epochs():
                 batches = run.batches(WrappedLoader(loader) if wrap else loader)
                 seen.append([targets.tolist() for _, targets in batches])

@@ -203,7 +203,7 @@ def train_with_own_data(lengths, classes, folder):
         model = torch.nn.Linear(2, 2)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         loader = session.loader(ConstantImages(lengths[rank], classes[rank]))
-        with session.run(name="own") as run:
+        with session.run() as run:
             for _ in run.epochs():
                 for images, targets in run.batches(loader):
                     session.step(torch.nn.functional.cross_entropy(model(images), targets))
@@ -231,7 +231,7 @@ import hpctrain
 
 def steps():
     with hpctrain.Session(batch_size=1, max_steps=9) as session:
-        with session.run(name="left") as run:
+        with session.run() as run:
             yield from run.steps(9)
 
 training = steps()

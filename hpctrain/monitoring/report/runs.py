@@ -94,14 +94,18 @@ class RecordedRun:
 
 
 def read(paths: Sequence[str]) -> list[RecordedRun]:
-    """Read run directories; a directory that is named twice is read once.
+    """Read run directories and the named runs in them, each once.
 
     Each is labelled with its path below the folder that all have in common.
 
     Raises:
         UsageError: a path has no run, or one of its files cannot be read.
     """
-    unique = {os.path.realpath(path): path for path in paths}
+    unique = {
+        os.path.realpath(run.path): str(run.path)
+        for path in map(RunDirectory, paths)
+        for run in path.runs() or [path]
+    }
     top = os.path.commonpath([os.path.dirname(path) for path in unique])
     return [RecordedRun(unique[real], printable(os.path.relpath(real, top))) for real in unique]
 
