@@ -33,6 +33,7 @@ from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
 from hpctrain.training.collectives import Collectives
 from hpctrain.training.consensus import meet
+from hpctrain.training.full_weights import full_state, save_weights, watch_saving
 from hpctrain.training.initial_weights import load_weights
 from hpctrain.training.preemption import Preemption, Stopped
 from hpctrain.training.prepared_optimizer import prepare_optimizer
@@ -145,6 +146,8 @@ class Session(Collectives):
         self.backend, self.workers = context.backend, context.workers
         self.placement = context.placement
         self._events = context.events
+        if context.backend.sharded:
+            watch_saving(self._undo)
         self._step = Step(context, self._undo)
         self._undo.callback(self._step.close)
         self._events.weight = partial(setattr, self._step, "weight")
@@ -295,6 +298,37 @@ class Session(Collectives):
                 differ from the model's, or a pattern matches no name; on all ranks.
         """
         load_weights(self._context, model, path, key, prefix, skip)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full `state_dict()` of a model, over every backend, on all ranks.
+
+        With fsdp, `model.state_dict()` has only what this rank holds of each weight. Call this on
+        all ranks; the tensors are copies on the CPU. For large models use `save_weights`, which
+        has the full state on rank 0 alone.
+
+        Args:
+            model: prepared model, a module of one, or an average of one.
+
+        Returns:
+            Tensors by name. Weights in half precision with masters (O2) are those in fp32.
+        """
+        return full_state(self._context, model)
+
+    def save_weights(self, path: str | os.PathLike[str], model: nn.Module) -> None:
+        """Write the full `state_dict()` of a model to a file; called by all ranks.
+
+        `load_weights` reads it, and `load_state_dict` of a model without hpctrain. The run's
+        checkpoints have the weights as well: `hpctrain export`.
+
+        Args:
+            path: file to write, completely or not at all; an existing one is replaced. With the
+                suffix `.safetensors` it has that format, and otherwise that of `torch.save`.
+            model: as for `state_dict`.
+
+        Raises:
+            UsageError: the file cannot be written; on all ranks.
+        """
+        save_weights(self._context, path, model)
 
     def loader(
         self,
