@@ -1,7 +1,7 @@
 """Loader from a data set to batches on the device."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -57,8 +57,7 @@ class Loader:
         # A separate generator, so that the loader does not change the stream that dropout uses.
         self._generator = torch.Generator()
         # Then the random numbers of `collate_fn` in a worker follow from the batch's last sample.
-        random = draws(dataset) or (workers > 0 and "collate_fn" in arguments)
-        seeded = isinstance(sampler, TrainingSampler) and random
+        seeded = draws(dataset) or (workers > 0 and "collate_fn" in arguments)
         init_fn = arguments.pop("worker_init_fn", None)
         self._loader = DataLoader(
             Seeded(dataset, seed) if seeded else dataset,
@@ -78,8 +77,7 @@ class Loader:
         sampler = self.sampler
         if isinstance(sampler, EvaluationSampler):
             self._events.evaluation()
-        epoch = getattr(sampler, "epoch", 0)
-        self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
+        self._generator.manual_seed(seeds.derive("loader", self._seed, sampler.epoch))
         with signals.blocked():
             loaded = iter(self._loader)
         batches = feed(loaded, self._placement, self._on_device)
@@ -192,9 +190,9 @@ def begin_worker(master: int, init_fn: Callable[[int], None] | None, worker: int
 class _WithEpoch:
     """Micro-batches with their epoch, for workers that run for several epochs."""
 
-    def __init__(self, sampler: TrainingSampler) -> None:
+    def __init__(self, sampler: TrainingSampler | EvaluationSampler) -> None:
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[tuple[int, list[int], list[int]]]:
+    def __iter__(self) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
         epoch = self._sampler.epoch
         return ((epoch, indices, indices) for indices in self._sampler)

@@ -111,6 +111,7 @@ class EvaluationSampler(Sampler[list[int]]):
             last batches are of unlike sizes, at most one sample larger than the batch size.
 
     Attributes:
+        epoch: 0, so that each evaluation draws the same random numbers.
         uneven: whether ranks have different numbers of batches.
         idle: whether a rank has no batch, and another one has.
 
@@ -122,6 +123,7 @@ class EvaluationSampler(Sampler[list[int]]):
         if even and 0 < length < world.world_size:
             raise UsageError("HT507.fewer-samples-than-ranks", length=length, world=world)
         self.length = length
+        self.epoch = 0
         self.batch_size = batch_size
         batches = -(-length // batch_size)
         size, rank = world.world_size, world.rank

@@ -131,3 +131,38 @@ def test_evaluation_has_batch_norm_statistics_of_rank_0():
     before, inside = zip(*ranks.values(ranks.run(3, statistics_in_evaluation)), strict=True)
     assert len(set(map(tuple, before))) == 3
     assert inside == (before[0],) * 3
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples with a random number of torch each."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item()
+
+
+def numbers_of_samples(workers):
+    """Return the random number of each sample in two evaluations, and the next of the script."""
+    with session(batch_size=2, workers=workers) as opened:
+        loader = opened.loader(Noisy(), train=False, batch_size=2)
+        found = []
+        for _ in range(2):
+            own = {}
+            for indices, numbers in loader:
+                own.update(zip(indices.tolist(), numbers.tolist(), strict=True))
+            every = opened.gather_object(own) or []
+            found.append({index: number for part in every for index, number in part.items()})
+        return found, torch.rand(()).item()
+
+
+def test_random_numbers_of_samples_in_an_evaluation_do_not_depend_on_the_ranks():
+    ((first, again), after) = ranks.values(ranks.run(1, numbers_of_samples, 0))[0]
+    assert sorted(first) == list(range(7))
+    assert len(set(first.values())) == 7
+    assert again == first
+    for size, workers in ((1, 1), (2, 0), (3, 0), (3, 1)):
+        found = ranks.values(ranks.run(size, numbers_of_samples, workers))
+        assert found[0][0] == [first, first]
+        assert {own for _, own in found} == {after}
