@@ -3,7 +3,7 @@
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -118,21 +118,35 @@ class Collectives:
         Args:
             things: tensors of shape (samples, …) in tuples, lists, dicts and dataclasses, with the
                 same types and shapes on all ranks, except for the number of samples. A tensor of
-                shape () counts as one sample. None stays None.
+                shape () counts as one sample. None stays None. A list of dicts is a list of
+                samples, such as the boxes, labels and scores of each image: its dicts may hold
+                anything that can be pickled.
 
         Returns:
-            The same structure with new tensors, without gradients, each on its device.
+            The same structure with new tensors, without gradients, each on its device; a list of
+            samples has those of all ranks, with their tensors on the device of the session.
 
         Raises:
-            UsageError: the structure holds something else, or other ranks do something else.
+            UsageError: the structure holds something else, a list has tensors of different numbers
+                of samples, or other ranks do something else.
         """
         tensors: list[Tensor] = []
+        packed: set[int] = set()  # which of them are lists of samples
 
         def described(tensor: Tensor) -> _Text:
             tensors.append(_rows(tensor.detach()))
             return _Text(_described_rows(tensors[-1]))
 
-        call = f"{_GATHER}{map_tensors(described, things, _refuse_value)}"
+        def described_list(samples: list[Any]) -> Any:
+            if _is_samples(samples):
+                packed.add(len(tensors))
+                tensors.append(_packed(samples))
+                return _Text("a dict for each sample")
+            _refuse_unlike_rows(samples)
+            return NotImplemented
+
+        shape = map_tensors(described, things, _refuse_value, described_list)
+        call = f"{_GATHER}{shape}"
         sent = [as_bytes(tensor).to(self.backend.device) for tensor in tensors]
         self._gathered = True
         self._events.heartbeat.enter(WAITING)
@@ -146,10 +160,28 @@ class Collectives:
         parts = [
             torch.split(one, those) for one, those in zip(gathered, sizes, strict=True) if those
         ]
-        columns = zip(tensors, *parts, strict=True)
-        results = iter([joined(column, tensor) for tensor, *column in columns])
-        result: T = map_tensors(lambda _: next(results), things)
+        columns = enumerate(zip(tensors, *parts, strict=True))
+        results = iter(
+            [
+                self._unpacked(column) if number in packed else joined(column, tensor)
+                for number, (tensor, *column) in columns
+            ]
+        )
+
+        def replaced(samples: list[Any]) -> Any:
+            return next(results) if _is_samples(samples) else NotImplemented
+
+        result: T = map_tensors(lambda _: next(results), things, at_list=replaced)
         return result
+
+    def _unpacked(self, parts: Sequence[Tensor]) -> list[Any]:
+        """Return the samples of all ranks, from the bytes of each."""
+        lists = [pickle.loads(part.cpu().numpy().tobytes()) for part in parts if len(part)]  # noqa: S301, as it is our own
+        return [
+            map_tensors(lambda tensor: tensor.to(self.backend.device), sample)
+            for samples in lists
+            for sample in samples
+        ]
 
     def _take_part(self, idle: bool) -> None:
         """Take part in `gather_for_metrics` of ranks that still have a batch in an evaluation.
@@ -327,6 +359,23 @@ def _check_tensor(call: str, thing: Any) -> None:
         raise UsageError("HT631.not-a-tensor", call=call, kind=type(thing).__name__)
     if thing.layout != torch.strided:
         raise UsageError("HT631.sparse-tensor", call=call)
+
+
+def _is_samples(things: list[Any]) -> bool:
+    return bool(things) and all(isinstance(one, dict) for one in things)
+
+
+def _packed(samples: list[Any]) -> Tensor:
+    """Return samples as bytes, of shape (bytes,)."""
+    copies = map_tensors(lambda tensor: tensor.detach().cpu().clone(), samples)
+    return torch.frombuffer(bytearray(pickle.dumps(copies)), dtype=torch.uint8)
+
+
+def _refuse_unlike_rows(things: list[Any]) -> None:
+    """Refuse a list of tensors that are those of a sample each, instead of all samples each."""
+    rows = {len(_rows(one)) for one in things if isinstance(one, Tensor)}
+    if len(rows) > 1:
+        raise UsageError("HT631.rows-differ", rows=sorted(rows))
 
 
 def _refuse_value(value: Any) -> None:

@@ -398,3 +398,29 @@ def test_wrong_arguments_are_refused():
     for (code, text), (_, words) in zip(found, WRONG, strict=True):
         assert code == "HT631"
         assert words in text
+
+
+def detections():
+    """Return the gathered samples of a detector: image i has i boxes, whose values are all i."""
+    images = TensorDataset(torch.arange(7))
+    gathered, pairs = [], []
+    with session(batch_size=2) as opened:
+        for (numbers,) in opened.loader(images, train=False, batch_size=2):
+            found = [
+                {"boxes": torch.full((int(i), 4), float(i)), "image": int(i), "name": f"{i}.png"}
+                for i in numbers
+            ]
+            samples, again = opened.gather_for_metrics((found, {"targets": numbers}))
+            gathered += samples
+            pairs += again["targets"].tolist()
+        with pytest.raises(UsageError, match=r"a list with tensors of \[1, 2\] rows"):
+            opened.gather_for_metrics([torch.ones(1, 4), torch.ones(2, 4)])
+    return [(one["image"], one["name"], one["boxes"].tolist()) for one in gathered], pairs
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@HOROVOD_SLOW
+def test_gathered_lists_of_dicts_are_the_samples_of_all_ranks(run, size):
+    samples, numbers = ranks.values(run(size, detections))[0]
+    assert samples == [(i, f"{i}.png", [[float(i)] * 4] * i) for i in range(7)]
+    assert numbers == list(range(7))
