@@ -80,7 +80,9 @@ def restore(
         unfilled.close()
     context.resumed = True
     _train_again(context, position)
-    rates = _rates(context)
+    rates, settings = _rates(context), [_settings(one) for one in context.optimizers]
+    _refuse_other_kinds(context, position)
+    _align(context, position, state["optimizer"])
     context.rates_loaded = [one for one in context.optimizers if not scheduled(one)]
     states, later = _split_groups(context, position, state["optimizer"])
     _fill("optimizer", context.optimizers, states)
@@ -90,6 +92,8 @@ def restore(
             _rates(context),
             rates,
         )
+    for optimizer, before in zip(context.optimizers, settings, strict=True):
+        _name_changes(optimizer, before)
     if position["precision"] != context.precision.name:
         logger.warning(
             "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
@@ -122,6 +126,78 @@ def restore(
     left = {name: one for name, one in kept.items() if name not in others}
     on_disk = place if older is None else Position(older) if 0 <= older < step else None
     return Restored(place, on_disk, own, left, later)
+
+
+def _refuse_other_kinds(context: Context, position: Mapping[str, Any]) -> None:
+    """Refuse optimizers of other classes than those of the checkpoint."""
+    saved = position.get("optimizers")  # checkpoints of earlier versions have no classes
+    kinds = [type(optimizer).__name__ for optimizer in context.optimizers]
+    if saved is not None and len(saved) == len(kinds) and saved != kinds:
+        raise UsageError(
+            "HT621.other-optimizer", saved=" and ".join(saved), kinds=" and ".join(kinds)
+        )
+
+
+def _align(context: Context, position: Mapping[str, Any], states: Sequence[dict[str, Any]]) -> None:
+    """Bring saved optimizer states into the order of the groups and parameters of this script.
+
+    torch loads them by their place, so states would go to other parameters of equal shapes.
+
+    Args:
+        context: context of the training.
+        position: position in the checkpoint, with the names of the parameters; changed in place.
+        states: saved states of the optimizers; changed in place.
+
+    Raises:
+        UsageError: groups of equal sizes have other parameters.
+    """
+    for optimizer, saved, names in zip(
+        context.optimizers, states, position["groups"], strict=False
+    ):
+        groups, left = saved["param_groups"], list(range(len(names)))
+        order: list[int] = []
+        for local in sharded_state.names_of_groups(context, optimizer):
+            same = [n for n in left if sorted(map(tuple, names[n])) == sorted(local)]
+            if not same:
+                break
+            numbers = dict(zip(map(tuple, names[same[0]]), groups[same[0]]["params"], strict=True))
+            groups[same[0]]["params"] = [numbers[name] for name in local]
+            names[same[0]] = local
+            order.append(same[0])
+            left.remove(same[0])
+        else:
+            saved["param_groups"] = [groups[n] for n in (*order, *left)]
+            names[:] = [names[n] for n in (*order, *left)]
+            continue
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes == [len(group["params"]) for group in groups[: len(sizes)]]:
+            raise UsageError("HT621.groups-differ", kind=type(optimizer).__name__)
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group of an optimizer, without what schedulers change."""
+    moved = {"lr", *({"momentum", "betas"} if scheduled(optimizer) else ())}
+    names = [name for name in optimizer.defaults if name not in moved]
+    return [
+        {name: group[name] for name in names if not isinstance(group.get(name), Tensor)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _name_changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Name in the log the settings of the checkpoint that differ from those of this script."""
+    changed = [
+        f"{name}={saved[name]} (here {value})"
+        for saved, local in zip(_settings(optimizer), before, strict=False)
+        for name, value in local.items()
+        if name in saved and saved[name] != value
+    ]
+    if changed:
+        logger.warning(
+            "the %s keeps the settings of the checkpoint: %s",
+            type(optimizer).__name__,
+            ", ".join(dict.fromkeys(changed)),
+        )
 
 
 def _split_groups(

@@ -174,6 +174,7 @@ def _of_rank_0(
                 for model in context.models
             ],
             "unused": [context.backend.has_unused(model) for model in context.models],
+            "optimizers": [type(optimizer).__name__ for optimizer in context.optimizers],
             "groups": [
                 sharded_state.names_of_groups(context, optimizer)
                 for optimizer in context.optimizers
