@@ -28,6 +28,15 @@ class Transparent(nn.Module):
         """Load the state of the model inside."""
         return self.module.load_state_dict(*args, **kwargs)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load for a module around this one, such as an average: its state has no wrapper either.
+
+        torch passes the names below `prefix`, and then those of each child to it.
+        """
+        for name in list(state_dict):
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the model inside, with names without a prefix."""
         yield from self.module.named_parameters(*args, **kwargs)
