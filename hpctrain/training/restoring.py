@@ -115,6 +115,14 @@ def restore(
     saved = state["ranks"][context.world.rank] if alike else {}
     _fill_buffers(context.models, saved.get("buffers"))
     own = {name: saved[name] for name in ("random", "log", "stream") if name in saved}
+    if not alike:
+        now, before = context.world.world_size, position["world_size"]
+        accumulate = context.batches.accumulate
+        # Checkpoints of earlier versions do not have it; the micro-batches may be as large as then.
+        earlier = position.get("accumulate", accumulate * now / before)
+        own["log"] = _mean_of_logs(
+            [rank.get("log", {}) for rank in state["ranks"]], accumulate / earlier
+        )
     place = Position(
         position["step"],
         position["epoch"],
@@ -126,6 +134,23 @@ def restore(
     left = {name: one for name, one in kept.items() if name not in others}
     on_disk = place if older is None else Position(older) if 0 <= older < step else None
     return Restored(place, on_disk, own, left, later)
+
+
+def _mean_of_logs(logs: Sequence[Mapping[str, Any]], factor: float) -> dict[str, list[Any]]:
+    """Return the mean of what ranks have logged for the next row, for each of other ranks.
+
+    Args:
+        logs: values of `Metrics.state_dict` of each rank.
+        factor: micro-batches of a step on a rank, over those at the time of the logs.
+    """
+    means: dict[str, list[Any]] = {}
+    for name, (_, times, tokens, *_) in ((n, [*one, None]) for n, one in logs[0].items()):
+        count = max(1, round(times * factor))
+        share = count / times / len(logs)
+        total = share * sum(log[name][0] for log in logs)
+        known = None if tokens is None else share * sum(log[name][2] for log in logs)
+        means[name] = [total, count, known]
+    return means
 
 
 def _refuse_other_kinds(context: Context, position: Mapping[str, Any]) -> None:

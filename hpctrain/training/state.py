@@ -168,6 +168,7 @@ def _of_rank_0(
             **asdict(position),
             "global_batch": context.batches.global_batch,
             "world_size": context.world.world_size,
+            "accumulate": context.batches.accumulate,
             "precision": context.precision.name,
             "trained": [
                 [name for name, parameter in model.named_parameters() if parameter.requires_grad]

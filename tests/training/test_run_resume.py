@@ -320,9 +320,8 @@ def train_in_micro_batches(die_at=None, **options):
         global_batch=12,
         batch_size=3,
         epochs=2,
-        log_every=1,
         run_dir="run",
-        **{"precision": "fp64", "checkpoint_every": 3, **options},
+        **{"precision": "fp64", "checkpoint_every": 3, "log_every": 1, **options},
     ) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))
@@ -345,6 +344,22 @@ def test_resume_with_another_world_size_needs_elastic(size, tmp_path, monkeypatc
     assert faults.started_at()[-1] in (3, 4)
     assert [step for step, _ in resumed] == [step for step, _ in expected] == list(range(1, 9))
     assert [loss for _, loss in resumed] == pytest.approx([x for _, x in expected], rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_first_row_after_a_resume_on_other_ranks_is_the_mean_of_all_its_steps(
+    size, tmp_path, monkeypatch
+):
+    train = partial(train_in_micro_batches, log_every=8)
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    (whole,) = ranks.values(ranks.run(1, train))
+    monkeypatch.chdir(tmp_path)
+    ranks.run(4, partial(train, die_at=5))
+    resumed = ranks.values(ranks.run(size, partial(train, elastic=True)))[0]
+    assert faults.started_at()[-1] > 0
+    assert [step for step, _ in resumed] == [step for step, _ in whole] == [8]
+    assert [loss for _, loss in resumed] == pytest.approx([x for _, x in whole], rel=1e-9)
 
 
 def test_resume_of_a_finished_run_changes_nothing():
