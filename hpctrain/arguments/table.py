@@ -269,15 +269,26 @@ class Options:
         """Return the values of all settings of one backend, by name.
 
         Raises:
-            UsageError: settings of another backend were given.
+            UsageError: settings of another backend were given, which `ignored` does not have.
         """
-        family = backends.options_of(name)
+        family, ignored = backends.options_of(name), self.ignored(name)
         for other in GROUPS:
             settings = getattr(self, other)
-            if settings and other != family:
+            if settings and other != family and other not in ignored:
                 chosen = "HT503.auto-backend" if self.backend == "auto" else "HT503.other-backend"
                 raise UsageError(chosen, group=other, settings=settings, backend=name)
         return self.settings(family) if family in GROUPS else {}
+
+    def ignored(self, name: str) -> dict[str, str]:
+        """Return the settings of other backends that a backend does not need, by their option.
+
+        One process needs none, and only ddp has to be told how it exchanges gradients. So one
+        command line is for a laptop and a cluster.
+        """
+        family = backends.options_of(name)
+        groups = GROUPS if family not in GROUPS else ["ddp"]
+        given = {group: getattr(self, group) for group in groups if group != family}
+        return {group: settings for group, settings in given.items() if settings}
 
     def settings(self, backend: str) -> dict[str, Any]:
         """Return the values of all settings of a backend in `GROUPS`, by name."""

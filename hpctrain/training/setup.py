@@ -59,6 +59,8 @@ def open_ranks(
     batches = plan_batches(options, world.world_size)
     name = backends.choose(options.backend, world.world_size)
     own = options.of_backend(name)
+    for group, given in options.ignored(name).items():
+        logger.info("--%s %s: ignored, as the backend is %s", group, given, name)
     threads = Threads.here(env)
     undo.callback(threads.put_back)
     # An error is sent to all ranks, so that none of them waits for this one.

@@ -107,8 +107,19 @@ def test_settings_of_another_backend_are_rejected():
         dataclasses.replace(chosen, backend="ddp").of_backend("ddp")
     assert raised.value.fixes == ("--backend horovod", "remove --horovod")
     assert raised.value.code == "HT503"
-    with pytest.raises(UsageError, match="--backend auto, which is single here"):
-        dataclasses.replace(chosen, backend="auto").of_backend("single")
+    with pytest.raises(UsageError, match="--backend auto, which is ddp here"):
+        dataclasses.replace(chosen, backend="auto").of_backend("ddp")
+
+
+def test_settings_that_a_backend_does_not_need_are_ignored():
+    chosen = Options.of(None, {"ddp": "find-unused-parameters", "fsdp": "hybrid"})
+    assert chosen.of_backend("single") == {}
+    assert chosen.ignored("single") == {"ddp": "find-unused-parameters", "fsdp": "hybrid"}
+    chosen = dataclasses.replace(chosen, fsdp=None)
+    for backend in ("horovod", "fsdp"):
+        assert chosen.of_backend(backend) == GROUPS[backend].values(None)
+        assert chosen.ignored(backend) == {"ddp": "find-unused-parameters"}
+    assert chosen.ignored("ddp") == {}
 
 
 def test_every_group_belongs_to_a_backend_and_its_help_lists_all_settings():

@@ -229,12 +229,14 @@ def test_dict_has_names_of_options_alone():
         Options.of({"width": 64}, {})
 
 
-def test_micro_batch_size_is_set_where_the_option_is_none():
+def test_micro_batch_size_is_set_in_a_session_where_the_option_is_none():
     marked, table = options().parse_args([]), {"batch_size": None}
     foreign = argparse.Namespace(batch_size=None)
-    for given in (marked, table, foreign):
-        hpctrain.Session(given, global_batch=24).close()
-    assert (marked.batch_size, table["batch_size"], foreign.batch_size) == (24, 24, None)
+    for given, size in ((marked, 24), (table, 24), (foreign, None)):
+        with hpctrain.Session(given, global_batch=24):
+            assert (given if given is table else vars(given))["batch_size"] == size
+    # Another session takes the batch size of its own loader.
+    assert (marked.batch_size, table["batch_size"], foreign.batch_size) == (None, None, None)
 
 
 def test_help_shows_at_most_forty_options():

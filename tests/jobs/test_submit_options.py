@@ -47,8 +47,8 @@ def submitted(tmp_path, monkeypatch):
         ("--global-batch 64", {"gpus_per_node": 3}, "HT505", "--global-batch 64"),
         ("--elastic", {"tasks_per_node": 2}, "HT504", "--elastic without --global-batch"),
         (
-            "--ddp bucket-mb=1 --backend horovod", {"tasks_per_node": 2},
-            "HT503", "--ddp bucket-mb=1 with --backend horovod",
+            "--horovod groups=1 --backend ddp", {"tasks_per_node": 2},
+            "HT503", "--horovod groups=1 with --backend ddp",
         ),
         ("--epochs two", {"setup": ["export A=b"]}, "HT523", "argument --epochs"),
     ],
@@ -125,11 +125,11 @@ def test_submit_checks_no_script_whose_command_line_may_mean_anything(submitted,
         ("args.epochs = 9; args.batch_size = None", "--global-batch 7"),
         ("setattr(args, 'epochs', 9); vars(args)['global_batch'] = 8", "--global-batch 7"),
         ("parser.set_defaults(epochs=9, accumulate=2)", "--global-batch 7"),
-        ("args.ddp = None", "--ddp static-graph --backend horovod"),
+        ("args.horovod = None", "--horovod groups=1 --backend ddp"),
     ],
 )
 def test_submit_concludes_nothing_from_options_that_the_script_sets(submitted, line, words):
-    with pytest.raises(UsageError, match=r"--global-batch 7 cannot|--ddp static-graph with"):
+    with pytest.raises(UsageError, match=r"--global-batch 7 cannot|--horovod groups=1 with"):
         submitted(words, tasks_per_node=2)
     Path("t.py").write_text(SCRIPT + line + "\n")
     submitted(words, tasks_per_node=2)
