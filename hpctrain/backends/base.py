@@ -14,6 +14,7 @@ from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankMissingError
+from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Backend", "Work", "missing_error", "vector"]
@@ -152,6 +153,9 @@ class Backend(ABC):
             The loss on which to call `backward`.
         """
         return loss
+
+    def report_to(self, heartbeat: Heartbeat) -> None:  # noqa: B027, as only fsdp waits by itself
+        """Report waits for other ranks outside of the exchanges that a caller reports."""
 
     @property
     def call_order(self) -> int:

@@ -1,9 +1,11 @@
 """The heartbeat of a rank: the phase that it is in, for watchdog, clocks and step times."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
-from hpctrain.process.phases import IDLE, PHASES
+from hpctrain.process.phases import IDLE, PHASES, WAITING
 
 __all__ = ["Heartbeat", "PhaseClock"]
 
@@ -68,6 +70,16 @@ class Heartbeat:
         self._last, self._since = phase, now
         if self.clock is not None:
             self.clock.enter(phase)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for other ranks, and return to the phase before."""
+        before = self._last
+        self.enter(WAITING)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
 
 _BYTES = 32

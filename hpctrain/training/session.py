@@ -146,6 +146,7 @@ class Session(Collectives):
         self.backend, self.workers = context.backend, context.workers
         self.placement = context.placement
         self._events = context.events
+        self.backend.report_to(self._events.heartbeat)
         if context.backend.sharded:
             watch_saving(self._undo)
         self._step = Step(context, self._undo)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import UsageError
+from hpctrain.process.heartbeat import Heartbeat
 
 __all__ = ["CallOrder"]
 
@@ -34,6 +35,7 @@ class CallOrder:
 
     Attributes:
         first_passes: passes left in which the ranks compare each call.
+        heartbeat: receives the waits of these.
         number: hash of all calls and gradients so far, below 2**20: the sums of its squares over
             the ranks are exact in fp64.
     """
@@ -44,7 +46,7 @@ class CallOrder:
         self._blocks = 0
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
-        self.number = 0
+        self.number, self.heartbeat = 0, Heartbeat()
 
     def watch(self, block: nn.Module, name: str) -> None:
         """Record each call of a block from now on, before its weights are gathered."""
@@ -91,7 +93,8 @@ class CallOrder:
         if not self._exchanges:
             self.first_passes = 0
         # As `consensus.ask` writes it: another rank may be in a call of the session.
-        answers = self._all_gather_text(f"{doing}\t\t{number}")
+        with self.heartbeat.waiting():
+            answers = self._all_gather_text(f"{doing}\t\t{number}")
         if len(set(answers)) > 1:
             ranks: dict[str, list[int]] = {}
             for rank, answer in enumerate(answers):

@@ -31,6 +31,7 @@ from hpctrain.backends.meta_models import allocate, on_meta
 from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
+from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Rendezvous
 
@@ -155,6 +156,10 @@ class FSDP(ProcessGroup):
             raise UsageError("HT319.optimizer-with-state", optimizer=type(optimizer).__name__)
         for group in groups:
             group["params"] = [getattr(p, "divided", p) for p in group["params"]]
+
+    def report_to(self, heartbeat: Heartbeat) -> None:
+        """Report the waits of the first passes."""
+        self._order.heartbeat = heartbeat
 
     @property
     def call_order(self) -> int:
