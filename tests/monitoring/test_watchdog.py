@@ -467,6 +467,9 @@ def test_worker_that_never_runs_is_named_within_a_minute(usual, capsys, layout):
     """Fork a worker that blocks before its first line, in the first evaluation."""
     job = usual("wait_in_the_first_evaluation", "fork_a_worker_that_never_runs", layout=layout)
     worker = int((job.ranks.folder / "worker").read_text())
+    # Its fork ends in real time, and the helpers count seconds of the test.
+    stat = Path(f"/proc/{worker}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
     for _ in range(60):
         job.advance()
     assert not job.helpers
