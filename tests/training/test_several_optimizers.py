@@ -131,9 +131,8 @@ def only_the_last(opened, losses, first, second):
 
 
 def train(loop, accumulate, **options):
-    with session(
-        batch_size=1, accumulate=accumulate, precision="fp64", epochs=1, run_dir="run", **options
-    ) as opened:
+    options = {"precision": "fp64", "epochs": 1, "run_dir": "run", **options}
+    with session(batch_size=1, accumulate=accumulate, **options) as opened:
         generator, critic = models()
         first, second = momentum(generator), momentum(critic)
         generator, critic, first, second = opened.prepare(generator, critic, first, second)
@@ -275,7 +274,7 @@ def test_loss_after_an_update_in_the_same_batch_is_warned_of_once(capsys):
 
 def test_losses_before_every_update_are_not_warned_of(capsys):
     train(cleared_after, 2)
-    train(only_the_last, 2, resume=True)
+    train(only_the_last, 2, run_dir="again")
     assert "computes a loss after" not in capsys.readouterr().err
 
 
