@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpctrain.checkpoint.durable_files import sync
 from hpctrain.checkpoint.export import SUFFIX, import_safetensors
 from hpctrain.errors import UsageError
 from hpctrain.process.pytree import tensors_in
@@ -90,7 +91,10 @@ def _write(target: Path, state: Mapping[str, Any], others: Mapping[str, str]) ->
             torch.save(
                 {**state, **{name: state[other] for name, other in others.items()}}, temporary
             )
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         temporary.replace(target)
+        sync(target.parent)
     except UsageError:
         raise
     except Exception as error:  # safetensors has its own error type
