@@ -275,9 +275,10 @@ class WatchedRanks:
         self.clock.move(seconds)
         self.helpers = [helper for helper in self.helpers if not helper.turn()]
 
-    def await_heartbeats(self):
-        """Wait for a heartbeat of each rank."""
-        for one in (one for helper in self.helpers for one in helper._ranks.values()):
+    def await_heartbeats(self, *local_ranks):
+        """Wait for a heartbeat of each rank, or of those with the given local ranks."""
+        ranks = [each for helper in self.helpers for each in helper._ranks.items()]
+        for one in (one for local, one in ranks if not local_ranks or local in local_ranks):
             before = shared_memory.PLACE.pack(*self._seen(one))
             until(
                 lambda one=one, before=before: os.pread(one.file, len(before), one.start) != before
@@ -509,6 +510,8 @@ def test_no_warning_if_a_rank_works_or_is_held(usual, monkeypatch, capsys, how):
         if how == "loop_forever":
             used = proc.stat(pid).seconds
             until(lambda used=used: proc.stat(pid).seconds > used + 0.1)
+        elif how == "work":
+            job.await_heartbeats(1)
         job.advance()
     assert WARNING not in capsys.readouterr().err
 
