@@ -19,6 +19,10 @@ __all__ = ["Agreement"]
 _NOT_FINITE, _NOT_WRITTEN, _NO_ROOM = "not finite", "not written", "no room"
 _OVERDUE, _MEASURED, _ASKING = "overdue", "measured", "asking"
 _CALLS, _CALLS_SQUARED = "calls", "calls squared"
+_LONG_PAUSES = "long pauses"
+
+# An evaluation of this many seconds is longer than the wait between SIGTERM and SIGKILL may be.
+_LONG_PAUSE = 10.0
 
 
 class Agreement:
@@ -33,7 +37,9 @@ class Agreement:
         stop: why all ranks stop; None to go on.
         asking: the rank that asked for it, as a part of a message, if only one did.
         longest_pause: longest time from the last batch of an epoch to the save after it, in
-            seconds.
+            seconds; None before the first one.
+        long_pauses: whether such a pause takes long at rank 0, or may do so: a script that has a
+            loader for evaluations has not had one yet.
     """
 
     def __init__(
@@ -50,7 +56,8 @@ class Agreement:
         self.due = self._consensus.due  # a step calls it without a function in between
         self.stop: str | None = None
         self.asking = ""
-        self.longest_pause = 0.0
+        self.longest_pause: float | None = None
+        self.long_pauses = False
 
     def step(self, step: int, epoch: int) -> bool:
         """Act on the sum that is complete, and begin the next one; called by all ranks.
@@ -103,7 +110,7 @@ class Agreement:
     def _values(self) -> dict[str, Any]:
         """Return this rank's values: stop requests, failures, what is due."""
         context, saves = self._context, self._saves
-        asked = context.preemption.asked(self.longest_pause + saves.save_margin())
+        asked = context.preemption.asked((self.longest_pause or 0.0) + saves.save_margin())
         streak, calls = context.precision.nonfinite.streak, context.backend.call_order
         return {
             **{reason: float(reason == asked) for reason in REASONS},
@@ -114,9 +121,15 @@ class Agreement:
             _NO_ROOM: float(saves.no_room()),
             _OVERDUE: float(saves.overdue()),
             _MEASURED: float(self._timings.due()),
+            _LONG_PAUSES: float(context.world.rank == 0 and self._pauses_long()),
             _CALLS: float(calls),
             _CALLS_SQUARED: float(calls * calls),
         }
+
+    def _pauses_long(self) -> bool:
+        if self.longest_pause is None:
+            return len(self._context.datasets) > len(self._context.samplers)
+        return self.longest_pause >= _LONG_PAUSE
 
     def _doing(self, step: int, epoch: int) -> str:
         """Describe what this rank does, for error messages; the same on all ranks."""
@@ -146,6 +159,7 @@ class Agreement:
             ranks = sum(map(sums.__getitem__, REASONS))
             if self.stop and self.stop.startswith("SIG") and ranks == 1:
                 self.asking = f" (rank {sums[_ASKING]:.0f})"
+        self.long_pauses = sums[_LONG_PAUSES] > 0
         self._timings.poll()
         if sums[_MEASURED]:
             self._timings.begin(step, epoch)

@@ -261,7 +261,7 @@ class Run:
                 self.epoch += 1
                 self._epoch_step = self._batches = 0
             pause = time.monotonic() - self._paused
-            self._agreement.longest_pause = max(self._agreement.longest_pause, pause)
+            self._agreement.longest_pause = max(self._agreement.longest_pause or 0.0, pause)
             self._end_epoch(last=self.epoch >= last or self.step >= self._most_steps)
             self._stop_here()
 
@@ -317,7 +317,7 @@ class Run:
                 phase(LOADING)
                 batch: Any = next(iterator, _END)
                 if batch is _END:
-                    return
+                    break
                 phase(COMPUTING)
                 if deterministic:
                     micro_batch = step.bodies * world.world_size + world.rank
@@ -329,7 +329,9 @@ class Run:
                 finally:
                     step.in_body = False
                 self._settle(in_loop=True)
-            step.cut_short = next(iterator, _END) is not _END
+            else:
+                step.cut_short = next(iterator, _END) is not _END
+            self._save_before_evaluation()
         finally:
             phase(IDLE)
             self._paused = time.monotonic()
@@ -418,6 +420,15 @@ class Run:
         memory = self._checkpoints.memory_every
         if in_loop and (self._save_due or memory or self._agreement.stop is not None):
             self._save_or_stop(step)
+
+    def _save_before_evaluation(self) -> None:
+        """Save behind the last batch of an epoch, if what follows may outlast a stop request.
+
+        A run that resumes there repeats the evaluation, not the epoch.
+        """
+        new = self._position() != self._checkpoints.saved
+        if self._agreement.long_pauses and new and self._in_epoch and not self._step.micro_batch:
+            self._save(to_disk=True)
 
     def _save_or_stop(self, step: int) -> None:
         """Save if a checkpoint is due, and stop if the ranks have agreed to."""
