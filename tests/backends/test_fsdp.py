@@ -272,11 +272,49 @@ def test_blocks_are_what_the_model_repeats():
             "--fsdp hybrid with different numbers of ranks: 2 on node1, 1 on node2",
         ),
         ({"kind": LAMB}, "LAMB under --backend fsdp"),
+        ({"kind": torch.optim.Adafactor}, "Adafactor under --backend fsdp"),
+        ({"kind": torch.optim.LBFGS}, "LBFGS under --backend fsdp"),
+        ({"kind": torch.optim.Rprop}, "Rprop under --backend fsdp"),
     ],
 )
 def test_what_fsdp_cannot_do_is_refused(options, text):
     with pytest.raises(UsageError, match=text):
         start(sum(options.get("layout", (2,))), "refused", "fsdp", **options)
+
+
+def differentiate(how, backend):
+    """Train three steps of a loss that needs a gradient first; return the weights."""
+    with hpctrain.Session(backend=backend, precision="fp64", global_batch=6) as session:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1)]
+        model = nn.Sequential(*layers).double()
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        samples = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            x = samples[session.world.rank :: session.world.world_size].requires_grad_()
+            output = model[:3](x) if how == "of a block" else model(x)
+            create_graph = how != "of the input"
+            (slopes,) = torch.autograd.grad(output.sum(), x, create_graph=create_graph)
+            moved = (x + 0.1 * slopes).detach()
+            loss = slopes.pow(2).mean() if create_graph else model(moved).pow(2).mean()
+            session.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return session.state_dict(model)
+
+
+@pytest.mark.parametrize("how", ["of the model", "of a block"])
+def test_gradient_penalty_is_refused(how):
+    (first, *_) = ranks.run(2, differentiate, how, "fsdp")
+    with pytest.raises(UsageError, match="create_graph=True of a model under --backend fsdp"):
+        ranks.values([first])
+
+
+def test_gradient_of_the_input_equals_one_process():
+    (alone,) = ranks.values(ranks.run(1, differentiate, "of the input", "auto"))
+    for weights in ranks.values(ranks.run(3, differentiate, "of the input", "fsdp")):
+        for name, values in weights.items():
+            torch.testing.assert_close(values, alone[name], rtol=1e-12, atol=1e-12)
 
 
 def train_from(folders, backend, meta, buffer=False):

@@ -33,10 +33,14 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.process.logging import logger
+from hpctrain.process.pytree import tensors_in
 from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["FSDP"]
 
+# Their updates use calls that DTensor, the type of divided weights, has not (torch 2.14.1); the
+# state of LBFGS is one vector of all parameters.
+_NOT_FOR_DIVIDED = ("Adafactor", "LBFGS", "Rprop")
 _PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp8")
 
 
@@ -118,6 +122,7 @@ class FSDP(ProcessGroup):
             if isinstance(module, FSDPModule):
                 self._divided.append(module)
                 self._order.watch(module, name)  # type: ignore[arg-type]
+                module.register_forward_hook(_refuse_graphs)  # type: ignore[attr-defined]
         if empty:
             allocate(model, "cpu" if self._own["offload"] else self.device)
         self._order.watch_gradients(list(model.named_parameters()))
@@ -147,10 +152,13 @@ class FSDP(ProcessGroup):
         """Let an optimizer update this rank's parts of its parameters.
 
         Raises:
-            UsageError: the optimizer has a state of whole parameters, or needs whole weights.
+            UsageError: the optimizer has a state of whole parameters, needs whole weights, or
+                makes calls that torch does not support for divided ones.
         """
         if getattr(optimizer, "needs_whole_weights", False):
             raise UsageError("HT319.optimizer-of-full-weights", optimizer=type(optimizer).__name__)
+        if isinstance(optimizer, tuple(getattr(torch.optim, name) for name in _NOT_FOR_DIVIDED)):
+            raise UsageError("HT319.optimizer-of-plain-weights", optimizer=type(optimizer).__name__)
         groups = optimizer.param_groups
         if optimizer.state and any(hasattr(p, "divided") for one in groups for p in one["params"]):
             raise UsageError("HT319.optimizer-with-state", optimizer=type(optimizer).__name__)
@@ -230,3 +238,20 @@ class FSDP(ProcessGroup):
         return DTensor.from_local(
             own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_graphs(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Refuse a backward pass through a block whose own graph is kept for another one.
+
+    torch frees the weights of a block after its backward pass. The second pass would read memory
+    without a value, which ends in an error of torch, or in a segmentation fault.
+    """
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+
+
+def _refuse_graph(gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise UsageError("HT319.create-graph")
