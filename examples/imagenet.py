@@ -247,15 +247,17 @@ def main():
         train_loader = session.loader(train_set, on_device=normalize)
         val_loader = session.loader(val_set, train=False, on_device=normalize)
         net = build(args.model, len(names))
+        average = None
+        if args.ema:
+            decay = get_ema_multi_avg_fn(args.ema)
+            average = AveragedModel(net, multi_avg_fn=decay, use_buffers=True).requires_grad_(False)
         model, optimizer = session.prepare(net, make_optimizer(session, args, net))
+        if average is not None:
+            average = session.prepare(average)
         epoch = len(train_loader) // session.batches.accumulate
         schedule = session.prepare(make_schedule(args, optimizer, epoch, epochs=90))
-        state = {}
-        if args.ema:
-            average = get_ema_multi_avg_fn(args.ema)
-            state["average"] = AveragedModel(net, multi_avg_fn=average, use_buffers=True)
         mix = blend(args)
-        with session.run(state=state) as run:
+        with session.run() as run:
             for _ in run.epochs(90):
                 unreadable = torch.zeros((), dtype=torch.int64, device=session.device)
                 for images, targets in run.batches(train_loader):
@@ -265,11 +267,13 @@ def main():
                         loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
                     schedule.step()
-                    if args.ema and session.sync_gradients:
-                        state["average"].update_parameters(net)
+                    if average is not None and session.sync_gradients:
+                        average.update_parameters(model)
                     run.log(loss=loss)
                 check(args, "train", session.sum(unreadable))
-                result = evaluate(session, state.get("average", model), val_loader, len(names))
+                result = evaluate(
+                    session, model if average is None else average, val_loader, len(names)
+                )
                 run.log(**result.metrics(), ignored=result.ignored)
                 check(args, "val", result.ignored)
                 if session.is_main:

@@ -4,7 +4,7 @@ Sources: "opt_levels and Properties" in the documentation of apex.amp; for the m
 et al., "Mixed Precision Training", 2018 (arXiv 1710.03740), section 3.1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from hpctrain.errors import UsageError
 from hpctrain.precision.base import Precision, PrecisionSettings
@@ -34,7 +35,18 @@ class ApexO3(Precision):
     keeps_batchnorm: ClassVar[bool] = False
 
     def convert(self, model: nn.Module) -> None:
-        """Convert weights and buffers to half precision, in place, except a kept batch norm."""
+        """Convert weights and buffers to half precision, in place, except a kept batch norm.
+
+        An average of weights stays in fp32, and gets the weights that the optimizer updates: half
+        precision would round away the small steps of an average.
+        """
+        if isinstance(model, AveragedModel):
+            update = model.update_parameters
+            model.update_parameters = (  # type: ignore[method-assign]
+                lambda source: update(_Widened(source, self.master))  # type: ignore[arg-type]
+            )
+            model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
+            return
         keep = self.settings.keep_batchnorm_fp32
         keep = self.keeps_batchnorm if keep is None else keep
         for module in model.modules():
@@ -78,6 +90,8 @@ class ApexO2(ApexO3):
     def convert(self, model: nn.Module) -> None:
         """Convert as O3 does, with masters; weights loaded into the model later also go to them."""
         super().convert(model)
+        if isinstance(model, AveragedModel):
+            return
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
@@ -188,6 +202,24 @@ class ApexO2(ApexO3):
             for (copy, master), value in zip(self._masters.items(), saved, strict=True):
                 master.copy_(value)
                 copy.copy_(value)
+
+
+class _Widened:
+    """What `AveragedModel.update_parameters` reads of a model, in fp32.
+
+    Args:
+        model: model in half precision.
+        master: returns what the optimizer updates for a parameter.
+    """
+
+    def __init__(self, model: nn.Module, master: Callable[[Tensor], Tensor]) -> None:
+        self._model, self._master = model, master
+
+    def parameters(self) -> Iterator[Tensor]:
+        return map(widen, map(self._master, self._model.parameters()))
+
+    def buffers(self) -> Iterator[Tensor]:
+        return map(widen, self._model.buffers())
 
 
 def cast_inputs(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from hpctrain import checkpoint
 from hpctrain.errors import NonFiniteError, UsageError
@@ -49,9 +50,14 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
 
     Raises:
         UsageError: an object is not plain, and has no `state_dict()` or no `load_state_dict()`; or
-            a plain one holds something that a checkpoint cannot hold.
+            a plain one holds something that a checkpoint cannot hold; or an average of weights is
+            in half precision.
     """
     for name, thing in others.items():
+        if isinstance(thing, AveragedModel):
+            if any(one.dtype == torch.float16 for one in thing.parameters()):
+                raise UsageError("HT404.half-average", name=name)
+            continue
         if plain_state.is_plain(thing):
             checkpoint.freeze({name: plain_state.copied(thing)})
         elif not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):

@@ -10,10 +10,12 @@ import ranks
 import torch
 from battery import HOROVOD_SLOW, fit, images, session, small_model
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hpctrain
 from hpctrain import precision
 from hpctrain.checkpoint import open_checkpoint
+from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 
 STEPS, OVERFLOW = 8, 3  # the gradients of step 3 are beyond the range of half precision
@@ -144,6 +146,60 @@ def test_o2_steps_fp32_masters_and_keeps_batch_norm_in_fp32(clip):
     ]
     assert all(torch.equal(a, b) for a, b in zip(masters, halves, strict=True))
     assert (row["skipped"], row["loss_scale"]) == (1, 2.0**15)
+
+
+def average_by_session(name):
+    """Train with an average; return it, that of the fp32 weights, and a resumed run's."""
+    found = []
+    for limit in (5, STEPS):
+        with session(
+            batch_size=4, max_steps=limit, precision=name, run_dir=name, resume=limit > 5
+        ) as opened:
+            model = small_model()
+            update = get_ema_multi_avg_fn(0.999)
+            average = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+            model, average, optimizer = opened.prepare(
+                model, average.requires_grad_(False), optimizer
+            )
+            weight = optimizer.param_groups[0]["params"][0]
+            with opened.run() as run:
+                for _ in run.epochs():
+                    for step, (batch, targets) in enumerate(
+                        run.batches(opened.loader(images(240)))
+                    ):
+                        with opened.autocast():
+                            loss = losses_of(model, batch, targets, step + 100)
+                        opened.step(loss)
+                        average.update_parameters(model)
+                        known = weight.detach().float().clone()
+                        found.append(found[-1].lerp(known, 0.001) if found else known)
+            output = average(images(4)[0][0][None])
+            assert (output.dtype, average.module[1].running_mean.dtype) == (torch.float32,) * 2
+    return average.module[0].weight.detach(), found[-1], found[0]
+
+
+@pytest.mark.parametrize("name", ["O2", "O3", "bf16"])
+def test_average_of_weights_is_in_fp32_and_follows_the_masters(name):
+    average, expected, first = ranks.values(ranks.run(1, average_by_session, name))[0]
+    assert average.dtype == torch.float32
+    moved = (average - first).abs().max()
+    # In half precision, an average would not have moved at all.
+    assert 0 < moved < 0.01
+    assert (average - expected).abs().max() < 1e-3 * moved
+
+
+def keep_average_of_prepared_model(name):
+    with session(batch_size=4, max_steps=1, precision=name, run_dir="run") as opened:
+        average = AveragedModel(opened.prepare(small_model()))
+        with opened.run(state={"average": average}):
+            pass
+
+
+def test_average_of_a_model_in_half_precision_is_refused():
+    with pytest.raises(UsageError, match="with an average of weights in half precision"):
+        ranks.values(ranks.run(1, keep_average_of_prepared_model, "O2"))
+    ranks.values(ranks.run(1, keep_average_of_prepared_model, "bf16"))
 
 
 def prepared_types(name, options):
