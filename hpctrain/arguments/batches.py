@@ -44,6 +44,10 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
         factors = "".join(f" × {name} {value}" for name, value in named.items() if value)
         factors = f"{world_size} ranks{factors}"
         fixes = [f"--global-batch {number * unit}" for number in (parts, parts + 1) if number]
+        most, rest = divmod(total, world_size * (times or 1))
+        if size and not rest:
+            fits = max(number for number in range(1, size + 1) if most % number == 0)
+            fixes.insert(0, f"--batch-size {fits}")
         raise UsageError(
             "HT505.not-a-multiple", options=opts, factors=factors, unit=unit, fixes=fixes
         )

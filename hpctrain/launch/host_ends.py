@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import rundir
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.launch.supervisor import SECONDS_BETWEEN_CALLS, Outcome
 
 __all__ = ["End", "Ends", "FirstFailure", "HostsEnd", "end_of", "first_of", "read_ends", "write"]
@@ -124,14 +125,18 @@ def end_of(outcome: Outcome, ranks: int, host: str) -> End:
     if first is not None:
         failure = first.failure
         only = {rank.traceback for rank in outcome.ranks} <= {"", first.traceback}
+        caused = failure.caused_by_other_rank if failure else first.tail.caused_by_other_rank
+        # os._exit(0) on one rank looks like success to the system.
+        left = [one.number for one in outcome.ranks if one.code == 0 and one.ended < outcome.failed]
+        before = (
+            f", after the end of {ranks_text(left)} with exit code 0" if caused and left else ""
+        )
         found = FirstFailure(
             rank=first.number,
             host=host,
             time=time.time() - (time.monotonic() - outcome.failed),
-            caused_by_other_rank=(
-                failure.caused_by_other_rank if failure else first.tail.caused_by_other_rank
-            ),
-            brief=first.describe_end(brief=True, only=only),
+            caused_by_other_rank=caused,
+            brief=first.describe_end(brief=True, only=only, before=before),
             code=outcome.code,
             error=failure.error if failure else "",
         )

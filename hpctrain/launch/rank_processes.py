@@ -141,7 +141,7 @@ class Rank:
         """Traceback in its last lines, without the title; empty without one."""
         return self.tail.text().partition(TRACEBACK)[2]
 
-    def describe_end(self, brief: bool = False, only: bool = False) -> str:
+    def describe_end(self, brief: bool = False, only: bool = False, before: str = "") -> str:
         """Describe how the rank ended, with its last lines.
 
         Args:
@@ -149,10 +149,11 @@ class Rank:
                 has written a failure record.
             only: whether no other rank has printed another traceback; then its own is easy to
                 find, and is left out as well.
+            before: what happened before, from a comma on.
         """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {signal_name(-code)}"
-        how += self._lack_of_memory()
+        how += self._lack_of_memory() + before
         if brief and self.failure is not None:
             text = self.failure.traceback if not self.shown else ""
             return f"{how}: {self.failure.description}" + (f"\n{text.rstrip()}" if text else "")

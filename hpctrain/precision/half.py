@@ -43,7 +43,7 @@ class ApexO3(Precision):
         if isinstance(model, AveragedModel):
             update = model.update_parameters
             model.update_parameters = (  # type: ignore[method-assign]
-                lambda source: update(_Widened(source, self.master))  # type: ignore[arg-type]
+                lambda model: update(_Widened(model, self.master))  # type: ignore[arg-type]
             )
             model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
             return

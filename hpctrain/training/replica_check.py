@@ -93,10 +93,16 @@ class ReplicaCheck:
             step: number of steps done.
 
         Raises:
-            UsageError: they differ, and have not been equal since the run began.
+            UsageError: they differ, and have not been equal since the run began; or their
+                optimizers have different settings.
             ReplicaError: they differ now.
         """
-        if self._none:
+        context = self._context
+        if context.backend.world_size == 1:
+            return
+        if context.backend.sharded:
+            seen = context.backend.gather_object(_settings(context))
+            on_rank_zero(context.backend, lambda: _refuse_other_settings(seen))
             return
         self._refuse_unlike(self._sums(step))
         self._agreed = step
@@ -206,7 +212,7 @@ class ReplicaCheck:
         """Exchange the sums of all tensors; raise the error of `compare` if they differ."""
         context = self._context
         own = [number for tensor in sums.by_device for number in tensor.tolist()]
-        seen = context.backend.gather_object(own)
+        seen = context.backend.gather_object((own, _settings(context)))
         found = on_rank_zero(context.backend, lambda: self._find_unlike(sums, seen))
         if found is None:
             return
@@ -215,20 +221,22 @@ class ReplicaCheck:
         raise error.of_all(context.world.rank)
 
     def _find_unlike(
-        self, sums: _Sums, seen: Sequence[Sequence[int]]
+        self, sums: _Sums, every: Sequence[tuple[Sequence[int], Mapping[str, str]]]
     ) -> tuple[Sequence[int], ReplicaError] | None:
         """Return the ranks that differ from most others, and the error; None if none differs.
 
         Args:
             sums: sums of rank 0.
-            seen: sums of each rank.
+            every: sums, and settings of optimizers, of each rank.
 
         Returns:
             No ranks if there are as many of another kind: then it is not known who is wrong.
 
         Raises:
-            UsageError: the ranks differ, and were never equal.
+            UsageError: the ranks differ, and were never equal, or have other settings.
         """
+        _refuse_other_settings([settings for _, settings in every])
+        seen = [numbers for numbers, _ in every]
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank, one in enumerate(seen):
             alike.setdefault(tuple(one), []).append(rank)
@@ -278,6 +286,34 @@ def _tensors(context: Context) -> Iterator[tuple[str, Tensor]]:
                 if isinstance(value, Tensor):
                     where = names.get(id(key), "a parameter")
                     yield f"{name} of {type(optimizer).__name__} for {where}", value.detach()
+
+
+def _settings(context: Context) -> dict[str, str]:
+    """Return the plain settings of all optimizers, such as learning rates, as texts by name."""
+    texts = {}
+    for number, optimizer in enumerate(context.optimizers):
+        of = type(optimizer).__name__ + (f" (optimizer {number})" if number else "")
+        for place, group in enumerate(optimizer.param_groups):
+            where = f"group {place} of the {of}" if len(optimizer.param_groups) > 1 else f"the {of}"
+            for name, value in group.items():
+                plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                if isinstance(plain, (bool, int, float, str, tuple)):
+                    texts[f"{name} of {where}"] = repr(plain)
+    return texts
+
+
+def _refuse_other_settings(seen: Sequence[Mapping[str, str]]) -> None:
+    """Refuse settings of optimizers that are not those of rank 0.
+
+    Raises:
+        UsageError: a rank has another learning rate, or another setting.
+    """
+    for rank, settings in enumerate(seen):
+        for name, value in settings.items():
+            if value != seen[0].get(name, value):
+                raise UsageError(
+                    "HT612.settings-differ", name=name, first=seen[0][name], rank=rank, other=value
+                )
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -179,8 +179,16 @@ def test_global_batch_batch_size_and_accumulation_are_derived(total, size, times
         (10, None, None, 4, "4 ranks", "--global-batch 8, --global-batch 12"),
         (3, None, None, 4, "4 ranks", "--global-batch 4"),
         (100, None, 3, 4, "4 ranks × --accumulate 3", "--global-batch 96, --global-batch 108"),
-        (100, 8, None, 4, "4 ranks × --batch-size 8", "--global-batch 96, --global-batch 128"),
-        (16, 8, None, 4, "4 ranks × --batch-size 8", "--global-batch 32"),
+        (
+            100,
+            8,
+            None,
+            4,
+            "4 ranks × --batch-size 8",
+            "--batch-size 5, --global-batch 96, --global-batch 128",
+        ),
+        (16, 8, None, 4, "4 ranks × --batch-size 8", "--batch-size 4, --global-batch 32"),
+        (18, 8, None, 4, "4 ranks × --batch-size 8", "--global-batch 32"),
         (
             96,
             8,
@@ -220,6 +228,9 @@ def test_global_batch_is_the_product_for_any_plan(total, size, times, world):
         for one in mended:
             plan = plan_batches(dataclasses.replace(chosen, global_batch=one), world)
             assert plan.global_batch == one
+        for one in (int(fix.split()[1]) for fix in error.fixes if fix.startswith("--batch-size ")):
+            plan = plan_batches(dataclasses.replace(chosen, batch_size=one), world)
+            assert (plan.global_batch, plan.batch_size) == (total, one)
     else:
         assert plan.global_batch == plan.batch_size * plan.accumulate * world
         assert total in (None, plan.global_batch)

@@ -118,6 +118,21 @@ def test_traceback_of_another_rank_is_not_shown_again(tmp_path):
     assert "rank 1 failed first, with exit code 1: ZeroDivisionError: division by zero" in output
 
 
+LEAVES = """
+import os, hpctrain
+
+with hpctrain.Session(batch_size=1) as session:
+    if session.world.rank == 1:
+        os._exit(0)
+    session.sum(1)
+"""
+
+
+def test_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
+    output = run_failing_ranks(tmp_path, LEAVES)
+    assert "with exit code 1, after the end of rank 1 with exit code 0: rank " in output
+
+
 ZERO = "import hpctrain\nwith hpctrain.Session(batch_size=1):\n    1 / 0\n"
 
 

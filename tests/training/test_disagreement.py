@@ -11,6 +11,7 @@ import torchmetrics
 from battery import images, session, small_model
 from torch import nn
 
+import hpctrain
 from hpctrain import rundir
 from hpctrain.errors import UsageError
 
@@ -199,3 +200,29 @@ def test_ranks_that_prepare_other_parameters_are_named(run, kind):
     assert message.startswith(
         f"other objects are prepared on rank 2 than on rank 0: {DIFFERENT[kind]}"
     )
+
+
+def reduce_rate_by_own_loss(backend, epochs):
+    """Let a scheduler see the loss of this rank alone, which improves on rank 1 only."""
+    with hpctrain.Session(batch_size=4, backend=backend, epochs=epochs, run_dir="run") as opened:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.125)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        model, optimizer, scheduler = opened.prepare(model, optimizer, scheduler)
+        with opened.run() as run:
+            for epoch in run.epochs():
+                for batch in run.batches(opened.loader(torch.ones(24, 3))):
+                    opened.step(model(batch).pow(2).mean())
+                scheduler.step(1.0 - epoch * (opened.world.rank == 1))
+
+
+# After two epochs no step follows; after three, the weights differ as well.
+@pytest.mark.parametrize("epochs", [2, 3])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_learning_rates_that_differ_are_no_fault_of_a_node(backend, epochs):
+    for result in ranks.run(3, reduce_rate_by_own_loss, backend, epochs):
+        assert isinstance(result, UsageError), result
+        lowest = 0.125 / 10 ** (epochs - 1)
+        first, other = result.found.removeprefix("lr of the SGD: ").split(" on rank 0, and ")
+        assert (float(first), other) == (pytest.approx(lowest), "0.125 on rank 1")
+        assert "as for ReduceLROnPlateau" in result.fixes[0]
