@@ -45,6 +45,8 @@ class Keywords(TypedDict, total=False):
 
     run_dir: str | PathLike[str] | None
     resume: bool | None
+    resume_from: str | PathLike[str] | None
+    restore: str
     elastic: bool
     backend: str
     precision: str

@@ -70,7 +70,7 @@ loss_scale = Number("a number above 0, or dynamic", "X|dynamic", above=0.0, lite
 
 # Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {
-    *("run_dir", "resume", "workers", "start_timeout", "timeout"),
+    *("run_dir", "resume", "resume_from", "workers", "start_timeout", "timeout"),
     *("profile", "track"),
 }
 
@@ -99,6 +99,22 @@ class Options:
         None,
         "resume from the newest complete checkpoint, or start from the beginning if there is none",
         bool,
+    )
+    resume_from: str | None = option(
+        None,
+        "run directory, or one of its checkpoints, to begin with if RUN_DIR has no checkpoint",
+        metavar="DIR",
+    )
+    restore: str = option(
+        "all",
+        "what to take from --resume-from: all, all-but-optimizer, or model; with ,step=0 the run "
+        "counts from step 0",
+        choices=[
+            f"{what}{step}"
+            for step in ("", ",step=0")
+            for what in ("all", "all-but-optimizer", "model")
+        ],
+        metavar="WHAT[,step=0]",
     )
     elastic: bool = option(
         False,

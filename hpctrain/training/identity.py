@@ -25,7 +25,16 @@ from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
 from hpctrain.training.context import Context
 
-__all__ = ["claim", "facts", "is_again", "note_end", "note_start", "of_run", "refuse_fruitless"]
+__all__ = [
+    "claim",
+    "facts",
+    "is_again",
+    "note_end",
+    "note_start",
+    "of_run",
+    "refuse_fruitless",
+    "signature",
+]
 
 FORMAT = 1
 # Values that identify a run; all others may change from one start to the next.
@@ -55,7 +64,7 @@ def claim(
             run in it.
     """
     options, job = context.options, context.allocation
-    own = {"name": name or script, "model": _signature(context.models)}
+    own = {"name": name or script, "model": signature(context.models)}
     resume = options.resume
     if resume is None:
         resume = options.elastic or is_again(env) or (job is not None and job.restart_count > 0)
@@ -256,7 +265,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _signature(models: Sequence[nn.Module]) -> str:
+def signature(models: Sequence[nn.Module]) -> str:
     """Hash the names and shapes of all weights, which have to match before a state is loaded."""
     shapes = [
         (name, list(tensor.shape))

@@ -1,7 +1,7 @@
 """Restoring of a run from the newest checkpoint, on the disk or in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.optimizer_states import fill, load_optimizers
+from hpctrain.training.resume_source import Source
 from hpctrain.training.state import Position
 
-__all__ = ["Restored", "restore"]
+__all__ = ["Restored", "restore", "restore_from"]
 
 _PARTS = {"model", "optimizer", "precision", "state", "position", "ranks"}
 
@@ -71,14 +72,59 @@ def restore(
     if loaded is None:
         return None
     step, state = loaded
+    restored = _apply(context, Source(directory), others, state)
+    if older is None:
+        return restored
+    return replace(restored, on_disk=Position(older) if 0 <= older < step else None)
+
+
+def restore_from(context: Context, source: Source, others: Mapping[str, Any]) -> Restored | None:
+    """Load a checkpoint of another run, or a part of it; called by all ranks.
+
+    Args:
+        context: context of the training.
+        source: the checkpoint, and what to take from it.
+        others: objects that the user added to the state, by name.
+
+    Returns:
+        The contents that remain to be used; None if no checkpoint is left.
+
+    Raises:
+        UsageError, CheckpointError: as for `restore`.
+    """
+    loaded = _load(context, source)
+    if loaded is None:
+        return None
+    restored = _apply(context, source, others, loaded[1])
+    source.report(restored.position.step)
+    place = replace(restored.position, rows=0) if source.keeps_step else Position()
+    return Restored(
+        place,
+        None,
+        restored.own if source.keeps_step else {},
+        restored.left if source.what == "all" else {},
+        restored.later,
+    )
+
+
+def _apply(
+    context: Context,
+    source: Source,
+    others: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> Restored:
+    """Load the contents of a checkpoint into models, optimizers and objects."""
     position = state["position"]
-    _compare(context, directory, position)
+    if source.keeps_step:
+        _compare(context, source.directory, position)
     fill("model", context.models, state["model"])
     for unfilled in context.unfilled:
         unfilled.close()
     context.resumed = True
-    _train_again(context, position)
-    later = load_optimizers(context, position, state["optimizer"])
+    later: list[Callable[[], None]] = []
+    if source.what == "all":
+        _train_again(context, position)
+        later = load_optimizers(context, position, state["optimizer"])
     if position["precision"] != context.precision.name:
         logger.warning(
             "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
@@ -87,7 +133,7 @@ def restore(
             position["precision"],
         )
     context.precision.load_state_dict(state["precision"])
-    ranks = [rank["values"] for rank in state["ranks"]]
+    others, ranks = source.objects(others), [rank["values"] for rank in state["ranks"]]
     values = plain_state.of_rank(others, ranks, context.world.rank, context.world.world_size)
     for name, thing in others.items():
         if name in state["state"] and not plain_state.is_plain(thing):
@@ -117,8 +163,7 @@ def restore(
     )
     kept = {**values, **state["state"]}
     left = {name: one for name, one in kept.items() if name not in others}
-    on_disk = place if older is None else Position(older) if 0 <= older < step else None
-    return Restored(place, on_disk, own, left, later)
+    return Restored(place, place, own, left, later)
 
 
 def _mean_of_logs(logs: Sequence[Mapping[str, Any]], factor: float) -> dict[str, list[Any]]:
@@ -190,12 +235,12 @@ def _load_newest(
         the state is not from there.
     """
     if memory is None:
-        return _load(context, directory), None
+        return _load(context, Source(directory)), None
     loaded, copy = None, memory.newest()
     newest = on_rank_zero(context.backend, lambda: max(directory.steps(), default=-1))
     if copy is None or newest > copy:
         try:
-            loaded = _load(context, directory)
+            loaded = _load(context, Source(directory))
         except CheckpointError:
             if copy is None:
                 raise
@@ -209,14 +254,17 @@ def _load_newest(
     return (copy, state), newest if loaded is None else loaded[0]
 
 
-def _load(context: Context, directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
+def _load(context: Context, source: Source) -> tuple[int, dict[str, Any]] | None:
     """Load the newest checkpoint that no rank finds damaged; called by all ranks.
 
     Each rank reads what it needs of it.
     """
-    backend, run = context.backend, identity.of_run(directory)
-    steps = on_rank_zero(backend, lambda: sorted(checkpoint.places(directory)))
+    backend, directory = context.backend, source.directory
+    run = identity.of_run(directory)
+    steps = on_rank_zero(backend, lambda: sorted(source.steps or checkpoint.places(directory)))
     found = checkpoint.places(directory)
+    if source.steps is not None:
+        found = {step: place for step, place in found.items() if step in source.steps}
     unlike = backend.gather_object(max(found, default=-1) != max(steps, default=-1))
     on_rank_zero(backend, lambda: _refuse_unlike(directory, unlike, steps))
     for step in reversed(steps):

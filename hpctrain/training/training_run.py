@@ -40,7 +40,8 @@ from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import Stopped
 from hpctrain.training.replica_check import ReplicaCheck
-from hpctrain.training.restoring import Restored, restore
+from hpctrain.training.restoring import Restored, restore, restore_from
+from hpctrain.training.resume_source import Source
 from hpctrain.training.state import Position, refuse_stateless
 from hpctrain.training.step import Step
 
@@ -142,6 +143,13 @@ class Run:
         self._find_schedulers()
         memory = MemoryCopies.of_run(context, self.directory, os.environ)
         resumed = restore(context, self.directory, self._state, memory)
+        if resumed is None and (source := Source.of_options(context, self.directory)) is not None:
+            resumed = restore_from(context, source, self._state)
+        elif context.options.resume_from is not None:
+            logger.info(
+                "%s has a checkpoint: the run continues there, not at --resume-from",
+                self.directory.path,
+            )
         for unfilled in context.unfilled:
             unfilled.refuse()
         position, on_disk = (resumed.position, resumed.on_disk) if resumed else (None, None)

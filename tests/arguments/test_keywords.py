@@ -16,7 +16,8 @@ TYPES["horovod"] = keywords.HorovodKeywords
 
 def test_keywords_of_a_session_are_the_options_with_their_types():
     expected = get_type_hints(Options)
-    expected["run_dir"] = expected["run_dir"] | PathLike[str]
+    for name in ("run_dir", "resume_from"):
+        expected[name] = expected[name] | PathLike[str]
     for name, kind in TYPES.items():
         expected[name] = expected[name] | kind
     found = get_type_hints(keywords.Keywords)
