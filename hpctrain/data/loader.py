@@ -59,7 +59,9 @@ class Loader:
         # Then the random numbers of `collate_fn` in a worker follow from the batch's last sample.
         seeded = draws(dataset) or (workers > 0 and "collate_fn" in arguments)
         init_fn = arguments.pop("worker_init_fn", None)
-        self._loader = DataLoader(
+        self._dataset = dataset
+        self._make = partial(
+            DataLoader,
             Seeded(dataset, seed) if seeded else dataset,
             batch_sampler=_WithEpoch(sampler) if seeded else sampler,  # type: ignore[arg-type]
             num_workers=workers,
@@ -69,11 +71,21 @@ class Loader:
             worker_init_fn=partial(begin_worker, os.getpid(), init_fn),
             **arguments,
         )
+        self._loader = self._make()
+
+    def resize(self) -> None:
+        """Follow a data set that has grown or shrunk since the last iteration."""
+        length = len(self._dataset)  # type: ignore[arg-type]
+        if length != self.sampler.length:
+            self.sampler.resize(length)
+            self._loader = self._make()  # workers have a copy of the data set
 
     def __len__(self) -> int:
+        self.resize()
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        self.resize()
         sampler = self.sampler
         if isinstance(sampler, EvaluationSampler):
             self._events.evaluation()

@@ -44,18 +44,27 @@ class TrainingSampler(Sampler[list[int]]):
     def __init__(
         self, length: int, batches: Batches, world: World, seed: int, drop_last: bool = True
     ) -> None:
-        if length < (batches.global_batch if drop_last else 1):
-            largest = max(length // world.world_size, 1) * world.world_size
-            raise UsageError(
-                "HT506.too-few-samples", length=length, batches=batches, max_global_batch=largest
-            )
-        self.length = length
         self.batches = batches
         self.world = world
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
         self.first = 0
+        self.resize(length)
+
+    def resize(self, length: int) -> None:
+        """Set the number of samples, between two iterations.
+
+        Raises:
+            UsageError: there are fewer samples than one step needs.
+        """
+        batches, size = self.batches, self.world.world_size
+        if length < (batches.global_batch if self.drop_last else 1):
+            largest = max(length // size, 1) * size
+            raise UsageError(
+                "HT506.too-few-samples", length=length, batches=batches, max_global_batch=largest
+            )
+        self.length = length
 
     @property
     def steps(self) -> int:
@@ -120,11 +129,21 @@ class EvaluationSampler(Sampler[list[int]]):
     """
 
     def __init__(self, length: int, batch_size: int, world: World, even: bool = False) -> None:
+        self.epoch = 0
+        self.batch_size = batch_size
+        self._world, self._even = world, even
+        self.resize(length)
+
+    def resize(self, length: int) -> None:
+        """Set the number of samples, between two iterations.
+
+        Raises:
+            UsageError: all ranks need a batch, and there are fewer samples than ranks.
+        """
+        world, even, batch_size = self._world, self._even, self.batch_size
         if even and 0 < length < world.world_size:
             raise UsageError("HT507.fewer-samples-than-ranks", length=length, world=world)
         self.length = length
-        self.epoch = 0
-        self.batch_size = batch_size
         batches = -(-length // batch_size)
         size, rank = world.world_size, world.rank
         self.uneven = batches % size > 0 and not even

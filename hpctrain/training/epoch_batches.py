@@ -50,6 +50,7 @@ def begin(
         loader = inner[first:]
         length = len(inner) // context.batches.accumulate
     elif isinstance(inner, Loader) and isinstance(inner.sampler, TrainingSampler):
+        inner.resize()
         inner.sampler.first = first
         length = inner.sampler.steps
     else:

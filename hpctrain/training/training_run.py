@@ -188,6 +188,8 @@ class Run:
         restored = restore(self._context, self.directory, self._state)
         if restored is not None:
             self._step.number, self.epoch = restored.position.step, restored.position.epoch
+            self._own = restored.own
+            self._put_back_random()
         logger.info(
             "%s is finished at step %d, so its loop is left out; a larger --epochs or --max-steps "
             "goes on with it, and --run-dir DIR begins another",

@@ -393,3 +393,21 @@ def test_data_sets_without_augmentation_are_not_seeded():
     quiet = Noisy()
     quiet.random = False
     assert not augmentation.draws(quiet)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("train", [True, False])
+def test_loader_follows_a_data_set_that_grows_and_shrinks(train, workers):
+    samples = list(range(8))
+    world = World(0, 1, 0, 1, 0, 1)
+    batches = Batches(4, 4, 1)
+    sampler = TrainingSampler(8, batches, world, 3) if train else EvaluationSampler(8, 4, world)
+    loader = Loader(samples, sampler, Placement(CPU, None, False), workers, 3, 0)
+    for count in (8, 16, 12):
+        samples[:] = range(count)
+        assert len(loader) == count // 4
+        assert sorted(torch.cat(list(loader)).tolist()) == samples
+    samples[:] = range(3)
+    if train:
+        with pytest.raises(UsageError, match="3 samples"):
+            len(loader)

@@ -374,6 +374,25 @@ def test_resume_of_a_finished_run_changes_nothing():
     assert Path("run/metrics.jsonl").read_bytes() == before
 
 
+def train_and_draw(resume=False):
+    """Train; return a random number that the script draws behind its loop."""
+    with session(batch_size=4, max_steps=3, resume=resume, run_dir="run") as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(240))):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    torch.rand(run.step)
+        return torch.rand(1).item()
+
+
+def test_random_numbers_behind_the_loop_of_a_finished_run_are_those_of_its_end():
+    ended = ranks.values(ranks.run(3, train_and_draw))
+    assert len(set(ended)) == 3
+    assert ranks.values(ranks.run(3, train_and_draw, True)) == ended
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [

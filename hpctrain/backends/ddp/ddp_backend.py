@@ -291,7 +291,13 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         self.own_hook = state, hook
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Run DistributedDataParallel's forward pass, after a rehearsal if one is due."""
+        """Run DistributedDataParallel's forward pass, after a rehearsal if one is due.
+
+        Inside a transform of torch.func, the model runs alone: `DDP.attach` prepares the backward
+        pass of the loss, which is outside. torch has no public call that tells.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.module(*inputs, **keywords)
         if torch.is_grad_enabled():
             # Frozen parameters would be waited for. After a change, `DDP.attach` rehearses.
             if self.rehearses and not self._trained.changed:

@@ -122,9 +122,24 @@ class FSDP(ProcessGroup):
             if isinstance(module, FSDPModule):
                 self._divided.append(module)
                 self._order.watch(module, name)  # type: ignore[arg-type]
+                module.register_forward_pre_hook(_refuse_other_weights, prepend=True)  # type: ignore[attr-defined]
                 module.register_forward_hook(_refuse_graphs)  # type: ignore[attr-defined]
         if empty:
             allocate(model, "cpu" if self._own["offload"] else self.device)
+        weights = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def refuse_first(model: nn.Module, inputs: Any) -> None:
+            # In the first call, torch takes whatever is there for the weights.
+            first.remove()
+            for module, name, parameter in weights:
+                _refuse_other(name, getattr(module, name), (parameter,))
+
+        first = model.register_forward_pre_hook(refuse_first, prepend=True)
         self._order.watch_gradients(list(model.named_parameters()))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             # An optimizer may have been created before, and still has the parameter as it was.
@@ -196,10 +211,7 @@ class FSDP(ProcessGroup):
         `FSDPParamGroup.post_backward` in torch/distributed/fsdp/_fully_shard, torch 2.14.1.
         """
         for module in self._divided:
-            state: Any = module._get_fsdp_state()
-            # Older releases of torch have one group of parameters for each module.
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for parameter in (one for group in groups if group for one in group.fsdp_params):
+            for parameter in _parameters_of(module):
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # gathered at least once
                     parameter._unsharded_param.grad = None
@@ -238,6 +250,34 @@ class FSDP(ProcessGroup):
         return DTensor.from_local(
             own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
         )
+
+
+def _parameters_of(module: FSDPModule) -> list[Any]:
+    """Return what torch keeps of each parameter of a block: `FSDPParam` in its _fully_shard."""
+    state: Any = module._get_fsdp_state()
+    # Older releases of torch have one group of parameters for each module.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [one for group in groups if group for one in group.fsdp_params]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_other_weights(module: FSDPModule, inputs: Any) -> None:
+    """Refuse weights that took the place of those of a block, as `functional_call` passes them.
+
+    torch would gather its own weights in their place, and keep the others after the call. Inside a
+    transform of torch.func it can gather none; torch has no public call that tells.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError("HT319.transform")
+    for parameter in _parameters_of(module):
+        place = parameter._module_info
+        known = (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+        _refuse_other(place.param_name, getattr(place.module, place.param_name), known)
+
+
+def _refuse_other(name: str, there: Any, known: Sequence[Any]) -> None:
+    if not any(there is one for one in known):
+        raise UsageError("HT319.other-weights", name=name)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
