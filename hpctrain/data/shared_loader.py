@@ -15,7 +15,14 @@ from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import begin_worker, evaluated
 from hpctrain.data.own_loaders import begin_own, divided
-from hpctrain.data.shared_order import Order, Shared, Sharing
+from hpctrain.data.shared_order import (
+    FIRST_BATCH,
+    SOURCE,
+    Order,
+    Shared,
+    Sharing,
+    warn_of_other_order,
+)
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds, signals
 from hpctrain.process.random_states import RandomStream
@@ -52,6 +59,7 @@ class SharedLoader(Shared):
             for trains, order in self._orders.items()
         }
         self._trains = False
+        self._before = ""  # first step of this epoch before a resume
         self.steps = self._orders[True].steps
 
     def __len__(self) -> int:
@@ -59,8 +67,8 @@ class SharedLoader(Shared):
         return len(self._orders[True])
 
     def begin(self, epoch: int, first: int, state: Any = None) -> None:
-        """Prepare the next iteration for training; the order needs no state."""
-        del state
+        """Prepare the next iteration for training; the state tells if the order is the same."""
+        self._before = state.get(FIRST_BATCH, "") if isinstance(state, dict) else ""
         order, sharing = self._orders[True], self._sharing
         order.epoch, order.first, self._trains = epoch, first, True
         if sharing.world_size > 1 and not self._whole:
@@ -69,6 +77,11 @@ class SharedLoader(Shared):
             self.steps = None if "None" in lengths else min(map(int, lengths))
         if self.steps == 0:
             refuse_short(len(self.source), self._slots)
+
+    def state_at(self, number: int) -> Any:
+        """Return the digest of the first step; it depends on the number of micro-batches."""
+        del number
+        return {FIRST_BATCH: f"{self._slots} {self._orders[True].begun}", SOURCE: None}
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
@@ -93,9 +106,17 @@ class SharedLoader(Shared):
         for number, batch in enumerate(batches):
             if not order.begun:
                 raise UsageError("HT508.custom-iterator", loader=type(self.source).__name__)
-            if number == 0 and self._whole and self._sharing.world_size > 1:
-                refuse_other_order(self._sharing.exchange(order.begun), self.source.sampler)
+            if number == 0:
+                self._compare_first(order.begun)
             yield batch, order.weights.pop(number, 1.0)
+
+    def _compare_first(self, digest: str) -> None:
+        """Compare the first step with that before a resume, and with those of the other ranks."""
+        slots, _, before = self._before.partition(" ")
+        if slots == str(self._slots) and before != digest:
+            warn_of_other_order(self._sharing.rank)
+        if self._whole and self._sharing.world_size > 1:
+            refuse_other_order(self._sharing.exchange(digest), self.source.sampler)
 
 
 class _Samples(Seeded):

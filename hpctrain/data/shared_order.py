@@ -26,9 +26,13 @@ from hpctrain.data.feed import Placement
 from hpctrain.data.own_loaders import length_of, sampler_of
 from hpctrain.process import seeds
 from hpctrain.process.events import Events
+from hpctrain.process.logging import logger
 from hpctrain.process.random_states import RandomStream
 
-__all__ = ["Order", "Shared", "Sharing"]
+__all__ = ["FIRST_BATCH", "SOURCE", "Order", "Shared", "Sharing", "warn_of_other_order"]
+
+# Keys of the state of a loader in a checkpoint.
+FIRST_BATCH, SOURCE = "first batch", "source"
 
 
 T = TypeVar("T")
@@ -130,6 +134,24 @@ class Shared:
             UsageError: some ranks or workers have the same batches; or an epoch has no step.
         """
         raise NotImplementedError
+
+    def state_at(self, number: int) -> Any:
+        """Return the state of the loader before a micro-batch of this rank, for a checkpoint.
+
+        Args:
+            number: number of the micro-batch in its epoch, from 0.
+        """
+        raise NotImplementedError
+
+
+def warn_of_other_order(rank: int) -> None:
+    """Log that an epoch does not have the order that it had before a resume."""
+    logger.warning(
+        "rank %d: this epoch began with another batch before the resume, so its order is not "
+        "repeated, as in a shuffle without a seed, or of a list that stays shuffled: some samples "
+        "of this epoch are used twice, and others not at all",
+        rank,
+    )
 
 
 class Order(Sampler[tuple[int, list[Any], list[int]]]):

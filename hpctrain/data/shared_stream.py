@@ -16,7 +16,7 @@ from hpctrain.data.libraries import generators, split_over_ranks, stateful
 from hpctrain.data.loader import Loader, evaluated
 from hpctrain.data.own_loaders import begin_own, fingerprint, length_of, samples, split_themselves
 from hpctrain.data.shared_loader import begun, copied, refuse_short
-from hpctrain.data.shared_order import Shared, Sharing
+from hpctrain.data.shared_order import FIRST_BATCH, SOURCE, Shared, Sharing, warn_of_other_order
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds
 from hpctrain.process.events import Events
@@ -72,8 +72,8 @@ class SharedStream(Shared):
     def begin(self, epoch: int, first: int, state: Any = None) -> None:
         """Prepare the next iteration for training; without a state read all batches again."""
         first_batch = ""
-        if isinstance(state, dict) and state.keys() == {_FIRST, _SOURCE}:
-            first_batch, state = state[_FIRST], state[_SOURCE]
+        if isinstance(state, dict) and state.keys() == {FIRST_BATCH, SOURCE}:
+            first_batch, state = state[FIRST_BATCH], state[SOURCE]
         loads = state is not None and self._stateful is not None
         self._states = {}
         self._next = first if loads else 0
@@ -90,25 +90,16 @@ class SharedStream(Shared):
         if rank == 0:  # a warning is shown on each rank that logs it
             logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
         if first_batch and self._first_batch and first_batch != self._first_batch:
-            logger.warning(
-                "rank %d: this epoch began with another batch before the resume, so its order is "
-                "not repeated, as in a shuffle without a seed: some samples of this epoch are used "
-                "twice, and others not at all",
-                rank,
-            )
+            warn_of_other_order(rank)
         for _ in islice(self._trained or (), first):
             pass
 
     def state_at(self, number: int) -> Any:
-        """Return the state of the source before a micro-batch of this rank, for a checkpoint.
-
-        Args:
-            number: number of the micro-batch in its epoch, from 0.
-        """
+        """Return the state of the source before a micro-batch of this rank."""
         state = self._states.get(number)
         if number == self._next and number and self._stateful is not None:
             state = copy.deepcopy(self._stateful.state_dict())
-        return {_FIRST: self._first_batch, _SOURCE: state}
+        return {FIRST_BATCH: self._first_batch, SOURCE: state}
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of an evaluation; after `begin`, over batches and weights."""
@@ -215,7 +206,6 @@ class SharedStream(Shared):
             self._states = {**dict(last), self._next: copy.deepcopy(self._stateful.state_dict())}
 
 
-_FIRST, _SOURCE = "first batch", "source"  # in the state of a stream
 _TWICE = "twice"  # in place of a fingerprint: two workers of the rank begin with the same batch
 
 

@@ -19,7 +19,6 @@ from hpctrain.data.feed import Placement
 from hpctrain.data.own_loaders import batch_size
 from hpctrain.data.shared import share
 from hpctrain.data.shared_order import Shared, Sharing
-from hpctrain.data.shared_stream import SharedStream
 from hpctrain.precision import Precision
 from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
@@ -64,7 +63,7 @@ class Context:
         samplers: samplers of the loaders of training sets.
         datasets: data sets of the loaders, in the order in which the loaders were created.
         adopted: whether the batch size is that of a prepared loader.
-        stream: loader of the script that the run is in, if its state may be in the checkpoint.
+        stream: loader of the script that the run is in, whose state is in the checkpoint.
         rates_loaded: optimizers that have had no scheduler in this start, only in the checkpoint.
     """
 
@@ -91,7 +90,7 @@ class Context:
     samplers: list[TrainingSampler] = field(default_factory=list)
     datasets: list[Dataset[Any]] = field(default_factory=list)
     adopted: bool = False
-    stream: SharedStream | None = None
+    stream: Shared | None = None
     rates_loaded: Sequence[Optimizer] = ()
 
     def share(self, loader: Any, split: bool = False) -> Shared:

@@ -9,7 +9,7 @@ from hpctrain.data.feed import feed
 from hpctrain.data.loader import Loader, weighed
 from hpctrain.data.sampler import TrainingSampler
 from hpctrain.data.shared_order import Shared
-from hpctrain.data.shared_stream import SharedStream, end_together
+from hpctrain.data.shared_stream import end_together
 from hpctrain.errors import UsageError
 from hpctrain.training.consensus import meet, on_rank_zero
 from hpctrain.training.context import Context
@@ -80,8 +80,7 @@ def _share(loader: Any, inner: Any, context: Context, epoch: int, first: int, st
     shared = context.share(inner)
     own_loaders.check_own(shared.source, context.options, context.batches, shared.parts)
     shared.begin(epoch, first, state if first else None)
-    if isinstance(shared, SharedStream):
-        context.stream = shared
+    context.stream = shared
     if inner is not loader:
         loader.iterable = shared
         if shared.steps is not None:

@@ -144,10 +144,30 @@ class Unseeded(Stream):
 LOADERS["unseeded"] = lambda session: DataLoader(Unseeded(), 4)
 
 
-@pytest.mark.parametrize(("name", "warnings"), [("unseeded", 1), ("stream", 0)])
-def test_resume_warns_if_a_stream_does_not_repeat_its_order(name, warnings):
-    train(name, "cut", max_steps=5)
-    rest, _ = train(name, "cut", max_steps=8, resume=True)
+class InPlace:
+    """Batches that are shuffled anew in each epoch, from the order of the one before."""
+
+    def __init__(self):
+        self.batches = torch.arange(SAMPLES).split(4)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        self.batches = random.sample(self.batches, len(self.batches))
+        return iter(batch.tolist() for batch in self.batches)
+
+
+LOADERS["in place"] = lambda session: DataLoader(DATA, batch_sampler=InPlace())
+
+
+@pytest.mark.parametrize(
+    ("name", "warnings"), [("unseeded", 1), ("in place", 1), ("stream", 0), ("shuffled", 0)]
+)
+def test_resume_warns_if_a_loader_does_not_repeat_its_order(name, warnings):
+    cut = SAMPLES // 4 + 2  # inside the second epoch
+    train(name, "cut", max_steps=cut)
+    rest, _ = train(name, "cut", max_steps=cut + 3, resume=True)
     assert len(rest) == 3
     log = Path("cut/logs/rank-0.log").read_text()
     assert log.count("this epoch began with another batch") == warnings
