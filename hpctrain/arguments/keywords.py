@@ -77,6 +77,7 @@ class Keywords(TypedDict, total=False):
     memory_checkpoint_every: int
     checkpoint_minutes: float | None
     keep_checkpoints: int
+    checkpoint_frozen: bool
     keep_best: str | None
     track: str | None
     profile: str | None

@@ -232,6 +232,11 @@ class Options:
         metavar="M",
     )
     keep_checkpoints: int = option(3, "number of newest checkpoints to keep", COUNT)
+    checkpoint_frozen: bool = option(
+        True,
+        "save frozen parameters in checkpoints; without them, a resume takes those of the script, "
+        "and compares them",
+    )
     keep_best: str | None = option(
         None,
         "metric, such as top1, whose best checkpoint is kept as well (lower is better if the "

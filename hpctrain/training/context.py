@@ -64,6 +64,7 @@ class Context:
         datasets: data sets of the loaders, in the order in which the loaders were created.
         adopted: whether the batch size is that of a prepared loader.
         stream: loader of the script that the run is in, whose state is in the checkpoint.
+        frozen: digests of the frozen parameters as the run opened; None if checkpoints have them.
         rates_loaded: optimizers that have had no scheduler in this start, only in the checkpoint.
     """
 
@@ -91,6 +92,7 @@ class Context:
     datasets: list[Dataset[Any]] = field(default_factory=list)
     adopted: bool = False
     stream: Shared | None = None
+    frozen: list[dict[str, int]] | None = None
     rates_loaded: Sequence[Optimizer] = ()
 
     def share(self, loader: Any, split: bool = False) -> Shared:

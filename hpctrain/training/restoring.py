@@ -11,7 +11,7 @@ from hpctrain import checkpoint
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.training import identity, plain_state, sharded_state
+from hpctrain.training import frozen_weights, identity, plain_state, sharded_state
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.memory_copies import MemoryCopies
@@ -117,6 +117,7 @@ def _apply(
     position = state["position"]
     if source.keeps_step:
         _compare(context, source.directory, position)
+    frozen_weights.refill(context, state["model"], position.get("left_out", ()))
     fill("model", context.models, state["model"])
     for unfilled in context.unfilled:
         unfilled.close()

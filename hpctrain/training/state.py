@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from hpctrain import checkpoint
 from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.process import random_states
-from hpctrain.training import plain_state, sharded_state
+from hpctrain.training import frozen_weights, plain_state, sharded_state
 from hpctrain.training.context import Context
 
 __all__ = ["Position", "gather", "refuse_nonfinite", "refuse_stateless", "refuse_streak"]
@@ -141,6 +141,12 @@ def gather(
     if on_each_host:
         first, small = context.backend.broadcast_object((first, small))
     models = [model.state_dict() for model in context.models]
+    left_out = [] if context.frozen is None else frozen_weights.unchanged(context)
+    for model, names in zip(models, left_out, strict=False):
+        for name in names:
+            del model[name]
+    if small:
+        small["position"]["left_out"] = left_out
     if on_each_host and context.world.rank > 0:
         for model, buffers in zip(models, first, strict=True):
             model.update(buffers)  # those of this rank may differ

@@ -33,6 +33,7 @@ from hpctrain.training.agreement import Agreement
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import meet
 from hpctrain.training.context import Context
+from hpctrain.training.frozen_weights import digests
 from hpctrain.training.gradient_guard import watch_clipping
 from hpctrain.training.journal import RunJournal, code_of
 from hpctrain.training.memory_copies import MemoryCopies
@@ -152,6 +153,7 @@ class Run:
             )
         for unfilled in context.unfilled:
             unfilled.refuse()
+        context.frozen = None if context.options.checkpoint_frozen else digests(context)
         position, on_disk = (resumed.position, resumed.on_disk) if resumed else (None, None)
         if resumed is not None:
             self._go_on(resumed)
