@@ -188,11 +188,14 @@ def freeze(
         try:
             structure, tensors = tensors_in(value)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-            raise _refused(name, error) from None
+            raise _refused(name, _culprit(value) or first_line(error)) from None
         if checked.get(name) != structure:
             # Check the structure only; the content of the tensors does not matter.
             empty = [torch.empty(0, device="cpu")] * len(tensors)
-            _round_trip(name, filled(structure, empty))
+            try:
+                _loaded(filled(structure, empty))
+            except Exception as error:  # the user's classes may raise any error
+                raise _refused(name, _culprit(value) or first_line(error)) from None
         checked[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
         entries = _entries(value, tensors, plain, extents)
@@ -200,9 +203,12 @@ def freeze(
             extent = extents.get(id(tensor))
             if number not in entries and extent is not None and not extent.all:
                 kind = f"a {type(tensor).__name__} that is divided among the ranks"
-                raise _refused(name, TypeError(kind))
+                raise _refused(name, kind)
         for number in set(range(len(tensors))).difference(plain):
-            tensors[number] = _round_trip(name, tensors[number])
+            try:
+                tensors[number] = _loaded(tensors[number])
+            except Exception as error:
+                raise _refused(name, first_line(error)) from None
         plain = [number for number in plain if number not in entries]
         parts[name] = Part(structure, tensors, plain, entries)
     snapshot = Snapshot(parts)
@@ -266,19 +272,36 @@ def _names(value: Any, path: str) -> Iterator[tuple[int, str]]:
             yield from _names(inner, f"{path}.{number}" if path else str(number))
 
 
-def _round_trip(part: str, value: Any) -> Any:
+def _loaded(value: Any) -> Any:
     """Return a value after `torch.save` and `torch.load`, as in a checkpoint."""
     file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the user's classes may raise any error
-        raise _refused(part, error) from None
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _refused(part: str, error: Exception) -> UsageError:
-    return UsageError("HT706.not-restorable", part=part, reason=first_line(error))
+def _culprit(value: Any, path: str = "") -> str:
+    """Return the place and class of the first value that cannot be loaded; empty if none is found.
+
+    torch's own error says neither.
+    """
+    if isinstance(value, Mapping):
+        places = value.items()
+    elif isinstance(value, (list, tuple)):
+        places = dict(enumerate(value)).items()
+    else:
+        try:
+            _loaded(torch.empty(0) if isinstance(value, Tensor) else value)
+        except Exception:
+            kind = type(value)
+            return f"{path or 'it'} is a {kind.__module__}.{kind.__qualname__}"
+        return ""
+    found = (_culprit(one, f"{path}[{key!r}]" if path else str(key)) for key, one in places)
+    return next(filter(None, found), "")
+
+
+def _refused(part: str, reason: str) -> UsageError:
+    return UsageError("HT706.not-restorable", part=part, reason=reason)
 
 
 def _plain(tensor: Any) -> bool:
@@ -300,7 +323,7 @@ def storages_in(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
         for tensor in (part.tensors[number] for number in part.plain):
             storages.setdefault(key_of(tensor), tensor.untyped_storage())
             if types.setdefault(key_of(tensor), tensor.dtype) != tensor.dtype:
-                raise _refused(name, TypeError("tensors of different types that share memory"))
+                raise _refused(name, "tensors of different types that share memory")
     return storages
 
 

@@ -224,7 +224,7 @@ def test_checkpoint_writer_refuses_unloadable_state(run, writer, value):
         return
     with pytest.raises(UsageError, match="'part' contains a value that no checkpoint") as caught:
         writer.save(1, {"model": torch.ones(3), "part": value}, {})
-    assert len(caught.value.fixes) == 2
+    assert len(caught.value.fixes) == 3
     assert caught.value.code == "HT706"
     assert writer.failure() is None
     assert writer.seconds is None
@@ -518,3 +518,16 @@ def test_checkpoint_writer_close_finishes_the_save(run, gate):
     assert not thread.is_alive()
     assert run.steps() == [1]
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"best": {"loss": numpy.float64(1)}}, "best['loss'] is a numpy.float64"),
+        ({"runs": [1, {"lock": threading.Lock()}]}, "runs[1]['lock'] is a _thread.lock"),
+    ],
+)
+def test_error_of_an_unloadable_state_names_the_value(value, named):
+    with pytest.raises(UsageError) as caught:
+        freeze({"part": value})
+    assert caught.value.found.endswith(f"no checkpoint can restore: {named}")
