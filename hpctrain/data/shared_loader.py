@@ -8,13 +8,13 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate, default_convert
+from torch.utils.data import BatchSampler, DataLoader, default_collate, default_convert
 
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.feed import feed
 from hpctrain.data.loader import begin_worker, evaluated
-from hpctrain.data.own_loaders import begin_own, divided
+from hpctrain.data.own_loaders import begin_own, divided, sampler_of
 from hpctrain.data.shared_order import (
     FIRST_BATCH,
     SOURCE,
@@ -116,7 +116,10 @@ class SharedLoader(Shared):
         if slots == str(self._slots) and before != digest:
             warn_of_other_order(self._sharing.rank)
         if self._whole and self._sharing.world_size > 1:
-            refuse_other_order(self._sharing.exchange(digest), self.source.sampler)
+            batched = self.source.batch_sampler
+            plain = batched is None or type(batched) is BatchSampler
+            sampler = sampler_of(self.source) if plain else batched
+            refuse_other_order(self._sharing.exchange(digest), sampler)
 
 
 class _Samples(Seeded):

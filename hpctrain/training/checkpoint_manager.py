@@ -22,7 +22,7 @@ from hpctrain.training.journal import RunJournal
 from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.sharded_state import held
-from hpctrain.training.state import Position, gather, refuse_nonfinite
+from hpctrain.training.state import Position, gather, refuse_nonfinite, warn_of_unlike
 
 __all__ = ["CheckpointManager", "Spacing"]
 
@@ -95,6 +95,7 @@ class CheckpointManager:
         self._context, self._others = context, others
         self._facts = identity.facts(journal.directory, context.world)
         self._replicas = replicas
+        self._warned = False  # whether the states of objects were compared between the ranks
         self.saved = saved
         # By step; None stands for the beginning of this start.
         self._taken: dict[int | None, Position | None] = {None: saved}
@@ -195,6 +196,9 @@ class CheckpointManager:
         if to_disk:
             self._settle()
         self._replicas.compare(position.step)
+        if not self._warned and context.world.world_size > 1:
+            self._warned = True
+            warn_of_unlike(context, self._others)
         state = gather(context, self._others, position, log, self._memory is not None)
         own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
         facts = {**self._facts, **own}

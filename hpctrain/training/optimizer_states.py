@@ -116,7 +116,8 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     moved = {"lr", *({"momentum", "betas"} if scheduled(optimizer) else ())}
     names = [name for name in optimizer.defaults if name not in moved]
     return [
-        {name: group[name] for name in names if not isinstance(group.get(name), Tensor)}
+        # SparseAdam has defaults that its groups lack.
+        {n: group[n] for n in names if n in group and not isinstance(group[n], Tensor)}
         for group in optimizer.param_groups
     ]
 

@@ -1,21 +1,34 @@
 """State in a checkpoint: everything that determines the next step."""
 
+import hashlib
+import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from hpctrain import checkpoint
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.process import random_states
+from hpctrain.process.logging import logger
+from hpctrain.process.pytree import map_tensors
 from hpctrain.training import frozen_weights, plain_state, sharded_state
 from hpctrain.training.context import Context
 
-__all__ = ["Position", "gather", "refuse_nonfinite", "refuse_stateless", "refuse_streak"]
+__all__ = [
+    "Position",
+    "gather",
+    "refuse_nonfinite",
+    "refuse_stateless",
+    "refuse_streak",
+    "warn_of_unlike",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,40 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
             raise UsageError(
                 "HT616.object-cannot-be-restored", name=name, kind=type(thing).__name__, value=value
             )
+
+
+def warn_of_unlike(context: Context, others: Mapping[str, Any]) -> None:
+    """Log the objects whose states differ between the ranks: a checkpoint has that of rank 0.
+
+    Called by all ranks. Large tensors and modules are not compared.
+    """
+    digests = {}
+    for name, thing in others.items():
+        if not plain_state.is_plain(thing) and not isinstance(thing, nn.Module):
+            # Whatever an object raises, the save itself will raise again.
+            with suppress(Exception):
+                state = map_tensors(_content, thing.state_dict())
+                digests[name] = hashlib.sha256(pickle.dumps(state)).hexdigest()
+    seen = context.backend.gather_object(digests)
+    if context.world.rank == 0:
+        for name, digest in digests.items():
+            ranks = [rank for rank, one in enumerate(seen) if one.get(name, digest) != digest]
+            if ranks:
+                logger.warning(
+                    "%s has another state on %s than on rank 0, and checkpoints have that of rank "
+                    "0; a dict, a list or a generator in state= is kept for each rank",
+                    name,
+                    ranks_text(ranks),
+                )
+
+
+def _content(tensor: Tensor) -> Any:
+    """Return the values of a small plain tensor, and the shape of any other one."""
+    small = type(tensor) is Tensor and tensor.numel() <= _LARGEST_COMPARED
+    return tensor.tolist() if small else tuple(tensor.shape)
+
+
+_LARGEST_COMPARED = 2**16
 
 
 def refuse_nonfinite(context: Context, step: int) -> None:

@@ -111,3 +111,24 @@ def test_settings_that_the_checkpoint_keeps_are_named():
     ranks.values(ranks.run(1, partial(train, adam, one_group, 6, resume=True)))
     log = Path("run/logs/rank-0.log").read_text()
     assert "the AdamW keeps the settings of the checkpoint: weight_decay=0.3 (here 0.01)" in log
+
+
+def train_sparse(steps, resume=False):
+    """Train an embedding with sparse gradients; return its weights."""
+    with session(batch_size=4, max_steps=steps, run_dir="run", resume=resume) as opened:
+        model = torch.nn.Embedding(20, 3, sparse=True)
+        model, _ = opened.prepare(model, torch.optim.SparseAdam(model.parameters(), 0.1))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for indices in run.batches(opened.loader(torch.arange(120) % 20)):
+                    opened.step(model(indices).sum(1).sub(1).pow(2).mean())
+        return model.weight.detach().clone()
+
+
+def test_sparse_adam_resumes(tmp_path, monkeypatch):
+    expected = ranks.values(ranks.run(3, train_sparse, 6))
+    (tmp_path / "cut").mkdir()
+    monkeypatch.chdir(tmp_path / "cut")
+    ranks.values(ranks.run(3, train_sparse, 3))
+    found = ranks.values(ranks.run(3, train_sparse, 6, True))
+    assert all(map(torch.equal, found, expected))

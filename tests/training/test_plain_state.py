@@ -154,3 +154,33 @@ def test_value_that_no_checkpoint_can_restore_is_refused_when_the_run_is_made(va
     with session(batch_size=4) as opened, pytest.raises(UsageError, match="'mine'") as caught:
         opened.run(state={"mine": value})
     assert caught.value.code == "HT706"
+
+
+class Replay:
+    """A buffer with a state of its own, as of an environment on each rank."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def state_dict(self):
+        return {"values": torch.tensor(self.values), "size": len(self.values)}
+
+    def load_state_dict(self, state):
+        self.values = state["values"].tolist()
+
+
+def save_objects():
+    with session(batch_size=4, max_steps=2, run_dir="run") as opened:
+        model = nn.Linear(1, 1)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        state = {"own": Replay([opened.world.rank // 2]), "common": Replay([1, 2])}
+        with opened.run(state=state) as run:
+            for _ in run.steps(2):
+                opened.step(model(torch.ones(4, 1)).mean())
+
+
+def test_objects_whose_states_differ_between_ranks_are_named():
+    ranks.values(ranks.run(3, save_objects))
+    log = Path("run/logs/rank-0.log").read_text()
+    assert log.count("own has another state on rank 2 than on rank 0") == 1
+    assert "common has another state" not in log

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.trained_parameters import reached
+from hpctrain.errors import UsageError
 from hpctrain.process import random_states
 from hpctrain.process.pytree import map_tensors
 
@@ -102,6 +103,7 @@ def _discarded(models: Sequence[DistributedDataParallel], device: torch.device) 
         for name, buffer in module._buffers.items()
     ]
     parameters = [one for model in models for one in model.module.parameters()]
+    values = _values(parameters)
     gradients = [None if one.grad is None else one.grad.clone() for one in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -109,6 +111,7 @@ def _discarded(models: Sequence[DistributedDataParallel], device: torch.device) 
     random_states.put_back(random, device)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    _put_back_values(parameters, values)
     for places, name, buffer, value in buffers:
         places[name] = buffer
         # A write would forbid the backward pass of a graph that has read the buffer, as that of
@@ -116,6 +119,35 @@ def _discarded(models: Sequence[DistributedDataParallel], device: torch.device) 
         if buffer is not None and value is not None and not torch.equal(buffer, value):
             with torch.no_grad():
                 buffer.copy_(value)
+
+
+def _values(parameters: Sequence[Tensor]) -> list[Any]:
+    """Return copies of parameters; if they are large, numbers that tell whether they change.
+
+    A forward pass may change them, as that of MoCo does with its momentum encoder.
+    """
+    if sum(one.numel() * one.element_size() for one in parameters) <= _MAX_BYTES:
+        return [one.detach().clone() for one in parameters]
+    return [(one._version, one.data_ptr()) for one in parameters]
+
+
+def _put_back_values(parameters: Sequence[Tensor], values: Sequence[Any]) -> None:
+    """Restore the values of parameters.
+
+    Raises:
+        UsageError: large parameters have changed, of which there are no copies.
+    """
+    for parameter, value in zip(parameters, values, strict=True):
+        if not isinstance(value, Tensor):
+            if value != (parameter._version, parameter.data_ptr()):
+                raise UsageError("HT612.parameters-changed")
+        elif not torch.equal(parameter, value):  # another write would count as a change of it
+            with torch.no_grad():
+                parameter.copy_(value)
+
+
+# Copies of larger models could exceed the memory of a device.
+_MAX_BYTES = 2**30
 
 
 def _detached_copy(tensor: Tensor) -> Tensor:

@@ -95,8 +95,13 @@ class FSDP(ProcessGroup):
         """Divide the model in place; all ranks begin with the weights of rank 0.
 
         Raises:
-            UsageError: the model has no block of a class in `--fsdp blocks`.
+            UsageError: the model has no block of a class in `--fsdp blocks`, or sparse gradients.
         """
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) and isinstance(
+                module, (nn.Embedding, nn.EmbeddingBag)
+            ):
+                raise UsageError("HT312.sharded-sparse-gradients", module=name or "the model")
         self._share([*model.parameters(), *model.buffers()])
         empty = on_meta(model)
         # The model as a whole is one, too.
@@ -124,6 +129,7 @@ class FSDP(ProcessGroup):
                 self._order.watch(module, name)  # type: ignore[arg-type]
                 module.register_forward_pre_hook(_refuse_other_weights, prepend=True)  # type: ignore[attr-defined]
                 module.register_forward_hook(_refuse_graphs)  # type: ignore[attr-defined]
+                module.register_forward_hook(self._refuse_changes, prepend=True)  # type: ignore[attr-defined]
         if empty:
             allocate(model, "cpu" if self._own["offload"] else self.device)
         weights = [
@@ -154,6 +160,23 @@ class FSDP(ProcessGroup):
             else ", as no container has several modules of one class (--fsdp blocks=CLASS)",
         )
         return model
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _refuse_changes(self, module: FSDPModule, inputs: Any, output: Any) -> None:
+        """Refuse, in the first passes, parameters that a forward pass changes in place.
+
+        The change is in the gathered weights, which are freed, and not in the part of a rank.
+        """
+        if not self._order.first_passes:
+            return
+        for parameter in _parameters_of(module):
+            gathered, own = parameter._unsharded_param.detach(), parameter.sharded_param
+            if type(gathered) is Tensor and own.placements[-1] == Shard(0):
+                extent, local = self.extent(own), own.to_local().detach().reshape(-1)
+                part = gathered.reshape(-1)[extent.start : extent.stop]
+                if not torch.equal(part.nan_to_num(), local.to(part).nan_to_num()):
+                    name = parameter._module_info.param_name
+                    raise UsageError("HT319.changed-in-forward", name=name)
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors of rank 0 to all ranks, one at a time over the device."""
