@@ -1,5 +1,6 @@
 """FSDP: losses, weights, clipping and resume of divided models, against those of one process."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -313,6 +314,58 @@ def test_gradient_penalty_is_refused(how):
 def test_gradient_of_the_input_equals_one_process():
     (alone,) = ranks.values(ranks.run(1, differentiate, "of the input", "auto"))
     for weights in ranks.values(ranks.run(3, differentiate, "of the input", "fsdp")):
+        for name, values in weights.items():
+            torch.testing.assert_close(values, alone[name], rtol=1e-12, atol=1e-12)
+
+
+class Rooted(nn.Module):
+    """A model with weights of its own besides those of its block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        x = self.first(x) * self.scale
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def pass_without_backward(how, backend):
+    """Train with a teacher, and with a second pass of the model that no loss uses."""
+    with hpctrain.Session(backend=backend, precision="fp64", global_batch=6) as session:
+        torch.manual_seed(0)
+        model = Rooted().double()
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        model, teacher, optimizer = session.prepare(
+            model, teacher, torch.optim.SGD(model.parameters(), 0.5)
+        )
+        samples = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x = samples[session.world.rank :: session.world.world_size]
+        for _ in range(4):
+            with torch.no_grad():
+                target = teacher(x)
+            loss = (model(x) - target - 1).pow(2).mean()
+            session.backward(loss)
+            with torch.set_grad_enabled(how == "with gradients"):
+                model(x)
+            if how == "with gradients":
+                optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new, 0.3)
+            if how == "without gradients":
+                optimizer.step()
+            optimizer.zero_grad()
+        return {**session.state_dict(model), "teacher": session.state_dict(teacher)["scale"]}
+
+
+@pytest.mark.parametrize("how", ["with gradients", "without gradients"])
+def test_pass_without_a_backward_pass_leaves_no_old_weights(how):
+    (alone,) = ranks.values(ranks.run(1, pass_without_backward, how, "auto"))
+    for weights in ranks.values(ranks.run(3, pass_without_backward, how, "fsdp")):
         for name, values in weights.items():
             torch.testing.assert_close(values, alone[name], rtol=1e-12, atol=1e-12)
 

@@ -175,7 +175,8 @@ def test_imagenet_killed_in_mid_epoch_ends_with_the_bits_of_an_undisturbed_run(
 def weights(run):
     """Return the weights and their averages in the newest checkpoint of a run."""
     _, state = load_newest(RunDirectory(run))
-    return state["model"][0] | {f"average {k}": v for k, v in state["state"]["average"].items()}
+    model, average = state["model"]
+    return model | {f"average {name}": value for name, value in average.items()}
 
 
 @pytest.mark.slow

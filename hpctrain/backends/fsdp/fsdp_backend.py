@@ -128,7 +128,7 @@ class FSDP(ProcessGroup):
                 self._divided.append(module)
                 self._order.watch(module, name)  # type: ignore[arg-type]
                 module.register_forward_pre_hook(_refuse_other_weights, prepend=True)  # type: ignore[attr-defined]
-                module.register_forward_hook(_refuse_graphs)  # type: ignore[attr-defined]
+                module.register_forward_hook(_end_of_pass)  # type: ignore[attr-defined]
                 module.register_forward_hook(self._refuse_changes, prepend=True)  # type: ignore[attr-defined]
         if empty:
             allocate(model, "cpu" if self._own["offload"] else self.device)
@@ -202,6 +202,12 @@ class FSDP(ProcessGroup):
             raise UsageError("HT319.optimizer-with-state", optimizer=type(optimizer).__name__)
         for group in groups:
             group["params"] = [getattr(p, "divided", p) for p in group["params"]]
+        # Weights that a pass without a backward pass has gathered would be old after the update.
+        optimizer.register_step_pre_hook(lambda *_: self._reshard())
+
+    def _reshard(self) -> None:
+        for module in self._divided:
+            module.reshard()
 
     def report_to(self, heartbeat: Heartbeat) -> None:
         """Report the waits of the first passes."""
@@ -304,12 +310,18 @@ def _refuse_other(name: str, there: Any, known: Sequence[Any]) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_graphs(module: nn.Module, inputs: Any, output: Any) -> None:
+def _end_of_pass(module: FSDPModule, inputs: Any, output: Any) -> None:
     """Refuse a backward pass through a block whose own graph is kept for another one.
 
     torch frees the weights of a block after its backward pass. The second pass would read memory
     without a value, which ends in an error of torch, or in a segmentation fault.
+
+    Without gradients, free the weights here: an update of them by hand would change the gathered
+    ones, and be lost.
     """
+    if not torch.is_grad_enabled():
+        module.reshard()
+        return
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
