@@ -66,6 +66,7 @@ class PreparedOptimizer:
         self._aside: list[Tensor | None] | None = None
         self._seen: list[tuple[int, int] | None] | None = None  # gradients before passes
         self._left: list[tuple[int, int] | None] | None = None  # those after the last micro-batch
+        self._passed: list[tuple[int, int] | None] | None = None  # those after the last pass
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that get the gradients; under O2 the copies of the masters."""
@@ -94,13 +95,20 @@ class PreparedOptimizer:
                 self._remember()
         self._added = True
 
+    def after_pass(self) -> None:
+        """Record the gradients of a micro-batch before the last one: `step` takes them as they are.
+
+        The script may change gradients in the last micro-batch alone, where they are complete.
+        """
+        self._passed = self._looks()
+
     def zero(self) -> bool:
         """Follow `zero_grad` within a step; return whether to clear the gradients.
 
         Raises:
             UsageError: it would drop a part of what earlier micro-batches gave.
         """
-        stepped, self._stepped = self._stepped, False
+        stepped, self._stepped, self._passed = self._stepped, False, None
         if self.updated:
             self.refuse_late()
             return True
@@ -125,9 +133,12 @@ class PreparedOptimizer:
         """Follow `step` within a step: what the micro-batch has added belongs to the optimizer.
 
         Raises:
-            UsageError: the script has called `step` in this micro-batch before, or has not called
-                `zero_grad` since.
+            UsageError: the script has called `step` in this micro-batch before, has not called
+                `zero_grad` since, or has changed gradients.
         """
+        passed, self._passed = self._passed, None
+        if passed is not None and passed != self._looks():
+            raise UsageError("HT604.gradients-cleared")
         kind = type(self.optimizer).__name__
         if self.called:
             raise UsageError("HT607.steps-twice", kind=kind, batches=self._context.batches)
@@ -195,6 +206,7 @@ class PreparedOptimizer:
         Raises:
             UsageError: as for `complete`.
         """
+        self._passed = None
         if micro_batches is not None:
             self.refuse_some(micro_batches)
         if self._aside is not None and not any(one is not None for one in self._live()):

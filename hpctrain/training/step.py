@@ -366,7 +366,10 @@ class Step:
         self._passes += 1
         self.passed += 1
         if not last:
-            if not self._own:
+            if self._own:
+                for one in self.optimizers:
+                    one.after_pass()
+            else:
                 self._guard.between()
         elif self._syncs:  # else no rank waits for another one between backward pass and update
             self._heartbeat.enter(UPDATING)

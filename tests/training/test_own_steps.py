@@ -465,3 +465,33 @@ def test_weight_holds_for_one_micro_batch(tmp_path, monkeypatch, own):
                     opened.step(loss)
                 moves.append(before - model.weight.item())
     assert moves == pytest.approx([1.0, 0.5, 1.0, 1.0])
+
+
+def change_gradients(how, guarded):
+    """Change gradients between the backward pass and the step, in each micro-batch or the last."""
+    with session(batch_size=2, accumulate=2, max_steps=3, run_dir="run") as opened:
+        model = nn.Linear(3, 1)
+        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with opened.run() as run:
+            for _ in run.steps(3):
+                opened.backward(model(torch.ones(2, 3)).pow(2).mean())
+                if opened.sync_gradients or not guarded:
+                    if how == "cleared":
+                        model.bias.grad = None
+                    else:
+                        model.weight.grad.add_(model.weight.detach(), alpha=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return run.step
+
+
+@pytest.mark.parametrize("how", ["cleared", "weight decay"])
+def test_gradients_that_are_changed_in_each_micro_batch_are_refused(how):
+    (refused,) = ranks.run(1, change_gradients, how, False)
+    assert isinstance(refused, UsageError)
+    assert refused.code == "HT604"
+
+
+@pytest.mark.parametrize("how", ["cleared", "weight decay"])
+def test_gradients_may_be_changed_in_the_last_micro_batch(how):
+    assert ranks.values(ranks.run(1, change_gradients, how, True)) == [3]
