@@ -32,14 +32,19 @@ def run(*command, cwd, code=0):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def release(tmp_path_factory):
-    """Return the folder with the sdist, and the wheel that was made of it."""
-    folder = tmp_path_factory.mktemp("release")
+def copy_source(folder):
+    """Write what setup.py needs into a folder."""
     for name in ("setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(TOP / name, folder / name)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(TOP / "hpctrain", folder / "hpctrain", ignore=ignored)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """Return the folder with the sdist, and the wheel that was made of it."""
+    folder = tmp_path_factory.mktemp("release")
+    copy_source(folder)
     run(sys.executable, "-m", "build", cwd=folder)
     return folder / "dist"
 
@@ -87,6 +92,20 @@ def test_types_of_the_package_serve_a_project_with_strict_types(installed, tmp_p
     shutil.copy(TOP / "tests/source/typed_project/train.py", tmp_path / "train.py")
     mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
     run(*mypy, "--cache-dir", tmp_path / "cache", "train.py", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_script_beside_a_clone_imports_the_package_and_not_the_folder_of_the_clone(tmp_path):
+    clone = tmp_path / "hpctrain"
+    clone.mkdir()
+    copy_source(clone)
+    run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
+    run(*pip, "-e", clone, cwd=tmp_path)
+    (tmp_path / "train.py").write_text("import hpctrain; print(hpctrain.__file__)")
+    assert run(python, "train.py", cwd=tmp_path) == f"{clone / 'hpctrain' / '__init__.py'}\n"
 
 
 def test_conda_recipe_says_what_setup_cfg_says():
