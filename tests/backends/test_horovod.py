@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hpctrain
 from hpctrain import backends
@@ -527,6 +528,26 @@ def prepare_shared_weight():
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
         second.weight = first.weight
         opened.prepare(first, second)
+
+
+def checkpoint_a_layer_twice(use_reentrant):
+    with session() as opened:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        inputs = torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            inputs = checkpoint(model, inputs, use_reentrant=use_reentrant)
+        opened.step(inputs.square().mean())
+        return flat_weights(model)
+
+
+def test_horovod_refuses_a_gradient_that_a_reentrant_checkpoint_computes_twice():
+    first, second = ranks.values(ranks.run(2, checkpoint_a_layer_twice, False))
+    assert torch.equal(first, second)
+    for error in ranks.run(2, checkpoint_a_layer_twice, True):
+        assert error.code == "HT312"
+        assert "use_reentrant=False" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ _MOST_LATER = 64
 _TURNS = 3  # one is enough, unless the thread is faster than a line of Python
 _SHUTDOWN_SECONDS = 5.0
 _CHECK_SECONDS = 0.1  # interval of the check for lost ranks while Horovod connects
+_TWICE = "more than backward_passes_per_step"  # in the error of a hook that is called again
 
 
 class Horovod(Backend):
@@ -303,11 +304,13 @@ class Horovod(Backend):
             self._hvd.barrier()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
-        """Return an error that names lost or failed ranks, after an error of Horovod.
+        """Return an error that names lost or failed ranks, or the cause of an error of Horovod.
 
         Return None if no rank is lost or has failed. Then the error is the same on all ranks, and
         Horovod's message describes it.
         """
+        if isinstance(error, AssertionError) and _TWICE in str(error):
+            return UsageError("HT312.gradient-twice")
         internal = self._hvd.mpi_ops.HorovodInternalError
         if self._liveness is None or not isinstance(error, internal):
             return None
