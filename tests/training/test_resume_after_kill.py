@@ -374,5 +374,5 @@ def test_ctrl_c_saves_and_stops_and_twice_ends_at_once(references):
     assert rundir.RunDirectory("run").steps()[-1] == saved
     assert 3 < saved < 16
     assert interrupt(saved + 2, 2) == -signal.SIGINT
-    faults.resume(1)
+    subprocess.run(command, env=launches.environ(), check=True)
     faults.same("run", references(1))
