@@ -135,8 +135,22 @@ class RunDirectory:
         inside = (self.read(self.identity) or {}).get("in_folder_of_name")
         return [self.stop, *([self.path.parent / self.stop.name] if inside else [])]
 
+    def _of_script(self) -> list["RunDirectory"]:
+        """Return the runs of the script that has this directory: not what else is in its folders.
+
+        A program may put runs with directories of their own there, as `sbatch/acceptance.sh` does.
+        """
+
+        def belongs(run: RunDirectory) -> bool:
+            try:
+                return bool((run.read(run.identity) or {}).get("in_folder_of_name"))
+            except UsageError:
+                return False
+
+        return [run for run in self.runs() if run.path == self.path or belongs(run)]
+
     def current(self) -> "RunDirectory":
-        """Return which of `runs` was launched last; this directory if it has none."""
+        """Return which run of the script was launched last; this directory if it has none."""
 
         def launched(run: RunDirectory) -> float:
             try:
@@ -144,11 +158,11 @@ class RunDirectory:
             except OSError:
                 return 0.0
 
-        return max(self.runs(), key=launched, default=self)
+        return max(self._of_script(), key=launched, default=self)
 
     def furthest(self) -> int | None:
-        """Return the sum of the newest saved steps of all `runs`; None without a checkpoint."""
-        steps = [max(run.steps(), default=None) for run in self.runs() or [self]]
+        """Return the sum of the newest saved steps of its runs; None without a checkpoint."""
+        steps = [max(run.steps(), default=None) for run in self._of_script() or [self]]
         saved = [step for step in steps if step is not None]
         return sum(saved) if saved else None
 

@@ -61,16 +61,21 @@ def test_status_tells_why_each_job_waits(cluster, hpctrain, sbatch, changed):
                                "allows 10:00"),
     }  # fmt: skip
     numbers = {reason: sbatch(*options) for reason, (options, *_) in jobs.items()}
-    changed("NodeName=node4", "State=DRAIN", "Reason=test", back=["State=RESUME"])
-    jobs["ReqNodeNotAvail"] = ([], "hosts that it needs are down", "")
-    numbers["ReqNodeNotAvail"] = sbatch("--nodelist=node4")
-    for reason, (_, words, options) in jobs.items():
-        until(lambda reason=reason: cluster.job(numbers[reason])["Reason"].startswith(reason))
+
+    def check(reason, words, options):
+        until(lambda: cluster.job(numbers[reason])["Reason"].startswith(reason))
         shown = hpctrain("status", numbers[reason]).stdout
         assert words in shown, shown
         assert options in shown, shown
         assert "  waits:    since 20" in shown
+
+    for reason, (_, words, options) in jobs.items():
+        check(reason, words, options)
     assert "1 pending job of its partition has" in hpctrain("status", numbers["Priority"]).stdout
+    # Last, as it changes the reason of the jobs that need all hosts.
+    changed("NodeName=node4", "State=DRAIN", "Reason=test", back=["State=RESUME"])
+    numbers["ReqNodeNotAvail"] = sbatch("--nodelist=node4")
+    check("ReqNodeNotAvail", "hosts that it needs are down", "")
 
 
 def test_status_tells_what_would_start_sooner(cluster, hpctrain, sbatch):

@@ -1,6 +1,7 @@
 """Files of a run directory: atomic writes, and reading after a crash."""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -149,3 +150,19 @@ def test_pipes_devices_and_folders_are_refused(tmp_path, name):
         directory.rows()
     with pytest.raises(UsageError, match=r"summary\.json cannot be read: .*no regular file"):
         directory.read(directory.summary)
+
+
+def test_runs_that_other_programs_put_into_the_folder_are_not_progress_of_the_script(tmp_path):
+    def add(name, step, **more):
+        run = RunDirectory(tmp_path / name)
+        (run.checkpoints / f"step-{step:08}").mkdir(parents=True)
+        run.identity.write_text(json.dumps({"format": 1, "name": name, **more}))
+
+    directory = RunDirectory(tmp_path)
+    assert directory.furthest() is None
+    add("reference", 10, in_folder_of_name=False)
+    assert (directory.furthest(), directory.current()) == (None, directory)
+    add("fold-0", 20, in_folder_of_name=True)
+    add("fold-1", 5, in_folder_of_name=True)
+    assert directory.furthest() == 25
+    assert [run.path.name for run in directory.runs()] == ["fold-0", "fold-1", "reference"]
