@@ -2,10 +2,12 @@
 
     /dev/shm/hpctrain-UID-LAUNCH/HOST-RUN/checkpoints/step-00000042/
 
-Hosts that are simulated on one machine share /dev/shm, so the name of the host is in the path.
+Hosts that are simulated on one machine share /dev/shm, so the name of the host is in the path. A
+process that needs the folder holds a lock on it as long as it lives.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -14,14 +16,14 @@ import stat
 import time
 from pathlib import Path
 
-from hpctrain.cluster import env_vars, proc
-
-__all__ = ["folder_of", "keep", "make", "place_in", "remove", "remove_abandoned"]
+__all__ = ["folder_of", "hold", "keep", "make", "place_in", "remove", "remove_abandoned"]
 
 _TOP = Path("/dev/shm")  # noqa: S108, as `make` checks the folder in it
 
 # Between two attempts no process of a launch may be on the host.
 _SECONDS_BETWEEN_ATTEMPTS = 300.0
+
+_held: list[int] = []  # file descriptors with locks
 
 
 def folder_of(launch: str) -> Path:
@@ -47,6 +49,15 @@ def make(folder: Path) -> None:
     status = folder.lstat()
     if not _is_own(status) or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(f"{folder} is no folder of this user alone")
+    hold(folder)
+
+
+def hold(folder: Path) -> None:
+    """Let no other launch remove a folder as long as this process lives; it may not be there."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        _held.append(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def remove(folder: Path) -> None:
@@ -63,7 +74,7 @@ def keep(folder: str) -> None:
 
 
 def remove_abandoned(own: str) -> None:
-    """Remove the folders of this user's launches that have no process on this host any more.
+    """Remove the folders of this user's launches that no process on this host holds any more.
 
     A folder that was made or marked in the last five minutes stays: its next attempt may follow.
 
@@ -71,19 +82,21 @@ def remove_abandoned(own: str) -> None:
         own: folder of this launch, which stays; empty for none.
     """
     before = time.time() - _SECONDS_BETWEEN_ATTEMPTS
-    found = set()
     for path in _TOP.glob(f"hpctrain-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < before:
-                found.add(str(path))
-    found.discard(own)
-    if not found:
-        return
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            found.discard((proc.environment(int(name)) or {}).get(env_vars.MEMORY, ""))
-    for left in found:
-        remove(Path(left))
+            if path.lstat().st_mtime < before and str(path) != own and not _is_held(path):
+                remove(path)
+
+
+def _is_held(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_own(status: os.stat_result) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_places_of_hosts_and_of_run_directories_differ(top):
     assert {place.parent for place in places} == {top}
 
 
-def test_folders_without_a_process_are_removed(top):
+def test_folders_that_no_process_holds_are_removed(top):
     own, used, unused = map(shared_memory.folder_of, ("own", "used", "unused"))
     new, kept = map(shared_memory.folder_of, ("new", "kept"))
     other = top / f"hpctrain-{os.getuid() + 1}-x"
@@ -64,14 +65,23 @@ def test_folders_without_a_process_are_removed(top):
             os.utime(folder, (1e9, 1e9))
     shared_memory.keep(str(kept))
     shared_memory.keep("")
+    held = "; ".join(
+        [
+            "import sys, pathlib",
+            "from hpctrain.process import shared_memory",
+            "shared_memory.hold(pathlib.Path(sys.argv[1]))",
+            "print(flush=True)",
+            "sys.stdin.read()",
+        ]
+    )
     process = subprocess.Popen(
-        ["cat"], env={"HPCTRAIN_MEMORY": str(used)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", held, used], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        process.stdin.write(b"x")
-        process.stdin.flush()
-        process.stdout.read(1)  # now it has its own environment
+        process.stdout.readline()
         shared_memory.remove_abandoned(str(own))
     finally:
         process.communicate()
     assert set(top.iterdir()) == {own, used, new, kept, other}
+    shared_memory.remove_abandoned(str(own))
+    assert set(top.iterdir()) == {own, new, kept, other}
