@@ -27,7 +27,7 @@ def mpirun(horovod, lacking):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_adasum_over_mpi_equals_horovod_baseline(mpirun, ranks):
     command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, PROGRAM]
-    done = launches.start(command, ".")
+    done = launches.start(command, ".", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     # mpirun forwards the lines of the ranks in any order.
     (line,) = [one for one in done.stdout.splitlines() if not one.startswith("second: ")]
@@ -40,7 +40,7 @@ def test_adasum_over_mpi_equals_horovod_baseline(mpirun, ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_adasum_of_ranks_that_use_different_layers(mpirun, ranks):
     command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, SOME_LAYERS]
-    done = launches.start(command, ".")
+    done = launches.start(command, ".", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     differences = [float(line.split()[2]) for line in done.stdout.splitlines()]
     assert len(differences) == ranks
