@@ -57,9 +57,13 @@ def _main(arguments: argparse.Namespace) -> int:
     env = Process.current().own(os.environ)
     if arguments.run_dir:
         env[env_vars.RUN_DIR] = env.get(env_vars.RUN_DIR) or arguments.run_dir
+    if arguments.fresh_interpreters:
+        env[env_vars.FRESH] = "1"
     run_options.check(arguments)
     if arguments.node_rank is not None:
         from hpctrain.launch import starts
+
+        run_options.check_on_one_machine(arguments)
 
         run_options.check_outside_of_a_job(arguments)
         return starts.on_one_of_several_hosts(
@@ -82,6 +86,7 @@ def _by_place(arguments: argparse.Namespace, program: _Program, env: Mapping[str
     nproc = arguments.nproc_per_node
     if name not in ("none", "hpctrain") and not shell:
         run_options.check_outside_of_a_job(arguments)
+        run_options.check_on_one_machine(arguments)
         if nproc is None:
             from hpctrain.launch.joined_rank import join
 
@@ -93,16 +98,18 @@ def _by_place(arguments: argparse.Namespace, program: _Program, env: Mapping[str
 
     alone = name == "hpctrain" or env.get(env_vars.LAUNCHER) == "none"
     if start.allocation is not None and start.allocation.scheduler == "slurm" and not alone:
+        run_options.check_on_one_machine(arguments)
         return _in_slurm(arguments, program)
     if not alone:
         from hpctrain.launch.in_other_jobs import hosts_of
 
         hosts = hosts_of(env, nproc)
         if hosts is not None:
+            run_options.check_on_one_machine(arguments)
             run_options.check_outside_of_a_job(arguments, run_options.OF_SLURM)
             return _in_other_job(hosts, arguments, program, env)
     run_options.check_outside_of_a_job(arguments)
-    return starts.on_this_machine(program.command, nproc or "auto", env)
+    return starts.on_this_machine(program.command, nproc or "auto", env, arguments.debug_rank)
 
 
 def _in_other_job(
@@ -243,7 +250,7 @@ def _simulated(
         arguments.nproc_per_node or "auto", [len(gpus) // nodes] * nodes
     )
     launcher = run_options.AS[arguments.style or "hpctrain"]
-    return starts.simulated(command, counts, env, launcher, gpus)
+    return starts.simulated(command, counts, env, launcher, gpus, arguments.debug_rank)
 
 
 def _check_script(script: str) -> None:

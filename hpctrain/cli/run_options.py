@@ -7,7 +7,15 @@ from typing import Any
 from hpctrain.cli.argument_types import count, port
 from hpctrain.errors import UsageError
 
-__all__ = ["AS", "OF_SLURM", "add_options", "check", "check_outside_of_a_job", "check_spares"]
+__all__ = [
+    "AS",
+    "OF_SLURM",
+    "add_options",
+    "check",
+    "check_on_one_machine",
+    "check_outside_of_a_job",
+    "check_spares",
+]
 
 _ELASTIC = "in a batch script of Slurm: exec hpctrain run --elastic SCRIPT"
 _MANUAL = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
@@ -113,6 +121,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="run directory (default: runs/NAME-JOBID, outside of a job runs/NAME-DATE-TIME)",
     )
+    parser.add_argument(
+        "--fresh-interpreters",
+        action="store_true",
+        help="start each rank as a new Python, which imports torch itself (default: several ranks "
+        "on a host are copies of one process that has imported it)",
+    )
+    parser.add_argument(
+        "--debug-rank",
+        type=int,
+        metavar="R",
+        help="rank that has the terminal, for breakpoint(); on one machine (default: the only one)",
+    )
     job = parser.add_argument_group("in a job of Slurm")
     way = job.add_mutually_exclusive_group()
     way.add_argument(
@@ -181,6 +201,16 @@ def check_outside_of_a_job(arguments: argparse.Namespace, names: Sequence[str] =
     """
     if flag := _first_flag(arguments, names):
         raise UsageError("HT804.option-outside-of-job", flag=flag)
+
+
+def check_on_one_machine(arguments: argparse.Namespace) -> None:
+    """Check whether there is no option of a start on one machine.
+
+    Raises:
+        UsageError: the ranks are on several hosts, or another launcher has started them.
+    """
+    if arguments.debug_rank is not None:
+        raise UsageError("HT804.debug-rank-elsewhere")
 
 
 def _first_flag(arguments: argparse.Namespace, names: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ STOP_FILE = "HPCTRAIN_STOP_FILE"  # file that makes the run save and exit
 MEMORY = "HPCTRAIN_MEMORY"  # folder in memory for copies of the state
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
+FRESH = "HPCTRAIN_FRESH_INTERPRETERS"  # 1: no rank is forked from a process that has imported torch
 AGENT = "HPCTRAIN_AGENT"  # what the agents of `hpctrain run` do
 BEGAN = "HPCTRAIN_BEGAN"  # variables that a rank got after it had waited, as JSON
 

@@ -14,7 +14,6 @@ import os
 import queue
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,13 +29,20 @@ from hpctrain.errors import (
     UsageError,
     exit_codes,
 )
-from hpctrain.launch import cores, host_ends, preflight, rank_environment, supervisor
+from hpctrain.launch import (
+    cores,
+    host_ends,
+    preflight,
+    rank_environment,
+    supervisor,
+    warm_imports,
+)
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.host_ends import End, end_of
 from hpctrain.launch.host_start import HostStart, Plan
 from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
 from hpctrain.launch.rank_output import announce
-from hpctrain.launch.rank_processes import Rank
+from hpctrain.launch.rank_processes import ForkServer, Rank, Started
 from hpctrain.launch.staging import staged
 from hpctrain.launch.stores import Stores
 from hpctrain.process import shared_memory
@@ -112,6 +118,8 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
             host has failed its check.
     """
     shared_memory.remove_abandoned(env.get(env_vars.MEMORY, ""))
+    if env.get(env_vars.MEMORY):
+        shared_memory.hold(Path(env[env_vars.MEMORY]))
     stores = Stores(bool(world.on_one_host)) if world.rank == 0 else None
     try:
         entry = {
@@ -123,20 +131,16 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         met = meet(
             world, point, entry, announce=announce, check=_check_hosts, noun="node", option=""
         )
-        if stores is not None:
-            stores.serve(env_vars.scrubbed(env))
         start = HostStart.of(plan, met, point, env)
-        started: list[Rank] = []
-        if plan.waits:
-            started = _waiting_ranks(start)
-            hosts = _hosts_to_begin(started)
+        started = _waiting_ranks(start, stores) if plan.waits else None
+        if started is not None:
+            hosts = _hosts_to_begin(started.ranks)
             if met.roster.hosts[met.world.rank] not in hosts:
-                code = exit_codes.DONE if hosts or _all_wait(started) else 1
-                for rank in started:
-                    rank.signal(signal.SIGKILL)
+                code = exit_codes.DONE if hosts or _all_wait(started.ranks) else 1
+                started.server.end()
                 sys.exit(code)
             start = start.among(hosts)
-        end = _watched(start, started)
+        end = _watched(start, started, stores)
         if stores is not None:
             end = replace(end, connected=stores.used)
     finally:
@@ -171,23 +175,25 @@ def _check_hosts(roster: Roster) -> Answer:
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 
-def _waiting_ranks(start: HostStart) -> list[Rank]:
+def _waiting_ranks(start: HostStart, stores: Stores | None) -> Started:
     """Start the ranks of this host, which wait."""
     bound_to = start.cores()
-    return [
-        Rank.start(
+    server = ForkServer(None, stores)
+    ranks = [
+        server.start(
             rank,
             start.plan.command,
             environ,
             bound_to[index] if bound_to else None,
-            stdin=subprocess.PIPE,
+            listens=True,
         )
         for index, (rank, environ) in enumerate(start.environs().items())
     ]
+    return Started(server, ranks)
 
 
 def _all_wait(ranks: Sequence[Rank]) -> bool:
-    return all(rank.process.poll() is None for rank in ranks)
+    return all(rank.runs() for rank in ranks)
 
 
 def _hosts_to_begin(waiting: Sequence[Rank]) -> list[str]:
@@ -205,18 +211,18 @@ def _hosts_to_begin(waiting: Sequence[Rank]) -> list[str]:
     return []
 
 
-def _watched(start: HostStart, started: Sequence[Rank]) -> End:
+def _watched(start: HostStart, started: Started | None, stores: Stores | None) -> End:
     """Run the ranks of this host; end them when another host is lost."""
     plan, met = start.plan, start.met
     if met.world.world_size == 1:
-        return _run(start, started)
+        return _run(start, started, stores)
     events: supervisor.Events = queue.SimpleQueue()
     watch = HostWatch(met, lambda: events.put(signal.SIGKILL))
     # When one agent has ended, srun ends the others, which still have to find out which host is
     # lost and to write it.
     before = signal.signal(signal.SIGTERM, lambda number, _: events.put(number))
     try:
-        end = _run(start, started, events, watch.look)
+        end = _run(start, started, stores, events, watch.look)
     finally:
         watch.close()
         if plan.temporary:
@@ -231,16 +237,16 @@ def _watched(start: HostStart, started: Sequence[Rank]) -> End:
 
 def _run(
     start: HostStart,
-    started: Sequence[Rank],
+    started: Started | None,
+    stores: Stores | None,
     events: supervisor.Events | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> End:
     plan, world, counts, env = start.plan, start.met.world, start.counts, start.env
-    # Rank 0 writes the first one. By this path in their environment the guard of a host finds its
-    # processes, so each host has another one.
-    exit_status_file = Path(plan.folder) / f"exit-status-{world.rank}"
+    exit_status_file = _exit_status_file(start)
     environs = start.environs()
-    for rank, (number, environ) in zip(started, environs.items(), strict=False):
+    ranks = started.ranks if started else ()
+    for rank, (number, environ) in zip(ranks, environs.items(), strict=False):
         rank.begin(number, supervisor.with_files(environ, exit_status_file))
     if len(counts) == 1:
         rank_environment.print_threads(env, start.here)
@@ -248,14 +254,20 @@ def _run(
         _print_layout(counts, cores.share(start.here, env), env)
     name = f"{plan.label}{plan.attempt}"
     with staged(plan.staging, name, env) as (own, folder):
-        command = list(plan.command)
+        command, imports = list(plan.command), None
+        environs = {rank: {**environ, **own} for rank, environ in environs.items()}
+        if not plan.container and not plan.waits:
+            everywhere = list(environs.values())
+            imports = warm_imports.of_command(
+                command, folder or os.getcwd(), everywhere, start.cores(), world.rank == 0
+            )
         if plan.container:
             gpus = start.met.shared["gpus"][world.rank] > 0
             inside = {**env, **own}
             command = apptainer(command, plan.container, gpus, folder or os.getcwd(), inside)
         outcome = supervisor.run(
             command,
-            {rank: {**environ, **own} for rank, environ in environs.items()},
+            environs,
             exit_status_file,
             labelled=sum(counts) > 1,
             events=events,
@@ -265,8 +277,15 @@ def _run(
             announces=plan.temporary,  # in a job, the supervisor has printed it
             meanwhile=meanwhile,
             started=started,
+            stores=stores,
+            imports=imports,
         )
     return end_of(outcome, sum(counts), start.point.host)
+
+
+def _exit_status_file(start: HostStart) -> Path:
+    """Return the file for the exit status of this host's first rank."""
+    return Path(start.plan.folder) / f"exit-status-{start.met.world.rank}"
 
 
 def _print_layout(counts: Sequence[int], share: int, env: Mapping[str, str]) -> None:

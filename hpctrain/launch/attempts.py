@@ -248,7 +248,9 @@ def _attempts(
         # Without agents, no copy in memory is lost if the program is not started again.
         if received and (first.ends_plain or (number and not hosts.agents)):
             return exit_codes.STOPPED, "a signal"
-        attempt = replace(first, folder=folder, number=number, stopping=bool(received))
+        attempt = replace(
+            first, environ=_environ(first), folder=folder, number=number, stopping=bool(received)
+        )
         following = replace(attempt, folder=common / f"{number + 1}-waiting", number=number + 1)
         end = hosts.run(choice.used, attempt, following if policy.most > 1 else None, choice.spares)
         folder = end.folder or folder
@@ -298,6 +300,12 @@ def _attempts(
             f"{_from(after, kept)}"
         )
     raise AssertionError  # the count has no end
+
+
+def _environ(first: Attempt) -> Mapping[str, str]:
+    """Return the environment of an attempt; one before may have asked for new interpreters."""
+    asked = any(map(failure_record.fresh, first.folder.iterdir()))
+    return {**first.environ, env_vars.FRESH: "1"} if asked else first.environ
 
 
 def _report(end: HostsEnd, recorded: tuple[int, str] | None) -> None:

@@ -17,6 +17,7 @@ from hpctrain.errors import StartError
 from hpctrain.launch import rank_environment, supervisor
 from hpctrain.launch.host_ends import Ends, HostsEnd, read_ends
 from hpctrain.launch.host_start import Plan
+from hpctrain.launch.rank_processes import Started
 from hpctrain.launch.standby import Standby, Step, command_that_waits
 from hpctrain.process import failure_record
 
@@ -183,7 +184,7 @@ class JobHosts(ABC):
             events=events,
             temporary=False,
             forward=forward,
-            started=[standby.rank] if standby else (),
+            started=Started(standby.server, [standby.rank]) if standby else None,
             meanwhile=meanwhile,
         )
         end = self._end(attempt.folder, outcome)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from hpctrain.cluster import launchers
 from hpctrain.launch.rank_environment import Connection, of_rank
 from hpctrain.launch.rank_output import announce
-from hpctrain.launch.rank_processes import no_program
+from hpctrain.launch.rank_processes import no_program, serve_stores
 from hpctrain.launch.stores import Stores
 from hpctrain.rendezvous import Answer, Roster, meet
 
@@ -54,7 +54,7 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     # Under mpirun, a person may have chosen MPI for Horovod.
     environ |= {name: env[name] for name in _CHOSEN if name in env}
     if stores is not None:
-        stores.serve(env)
+        serve_stores(stores)
     try:
         os.execvpe(command[0], list(command), environ)  # noqa: S606
     except OSError as error:

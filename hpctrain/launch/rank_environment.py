@@ -152,8 +152,6 @@ def environs_of_host(
     _check_number(tasks_per_node[here])
     share = cores.share(tasks_per_node[here], env)
     common = _common(env, "hpctrain", share)
-    if env.get("SLURM_JOB_ID"):
-        common["SLURM_CPUS_PER_TASK"] = str(share)
     return {
         rank.rank: {**common, **of_rank(rank, tasks_per_node, connection, env)}
         for rank in _worlds(here, tasks_per_node, world.hosts)
@@ -233,6 +231,8 @@ def _common(env: Environ, launcher: str, threads: int) -> dict[str, str]:
     environ = env_vars.scrubbed(env)
     if launcher == "hpctrain":
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
+        if env.get("SLURM_JOB_ID"):
+            environ["SLURM_CPUS_PER_TASK"] = str(threads)
     # A stop file for the start is for its ranks, and so are the commit of its code and its time.
     of_the_start = (env_vars.STOP_FILE, env_vars.COMMIT, env_vars.LAUNCHED)
     environ |= {name: env[name] for name in of_the_start if name in env}

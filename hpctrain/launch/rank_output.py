@@ -251,10 +251,11 @@ class Output:
         for rank in ranks:
             label = f"{rank.number}: ".encode() if labelled else b""
             for stream, sink, tail in (
-                (rank.process.stdout, out, None),
-                (rank.process.stderr, err, rank.tail),
+                (rank.stdout, out, None),
+                (rank.stderr, err, rank.tail),
             ):
-                assert stream is not None
+                if stream is None:  # the rank writes to the terminal itself
+                    continue
                 source = _Source(stream, sink, label, tail, shows)
                 self._selector.register(stream, selectors.EVENT_READ, source)
         threading.Thread(target=self._copy, name="hpctrain output", daemon=True).start()

@@ -1,12 +1,14 @@
-"""Processes of a start: one for each rank, and the guard that ends them if the launcher cannot."""
+"""Processes of a start: one for each rank, and the fork server, which starts and ends them."""
 
 import contextlib
 import errno
 import json
 import os
 import re
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,26 +16,44 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from hpctrain.cluster import env_vars, memory
 from hpctrain.errors import StartError, UsageError
-from hpctrain.launch import guard
+from hpctrain.launch import fork_server
 from hpctrain.launch.rank_output import TRACEBACK, Tail
+from hpctrain.launch.stores import Stores
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Guard", "Rank", "no_program", "signal_name"]
+__all__ = [
+    "ForkServer",
+    "Imports",
+    "Rank",
+    "Started",
+    "no_program",
+    "serve_stores",
+    "signal_name",
+]
+
+_SECONDS_TO_END = 10.0  # it ends the ranks meanwhile
 
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """Process of a rank.
+    """Process of a rank, a child of the fork server.
 
     Attributes:
         number: number of the rank.
-        process: process, which leads its own session and process group. So it gets Ctrl-C only
+        command: program and arguments.
+        pid: its process id. It leads its own session and process group. So it gets Ctrl-C only
             once, from this process, and its child processes can be ended with it.
+        status: pipe on which the fork server tells its end.
+        stderr: its standard error.
+        stdout: its standard output; None if it has the terminal, and then it is in this process's
+            group.
+        stdin: its standard input, if this process writes to it.
         tail: last lines of its standard error.
         code: exit code, or the negative number of the signal that ended it; None while it runs.
         ended: time of its end, in seconds of the monotonic clock.
@@ -44,55 +64,18 @@ class Rank:
     """
 
     number: int
-    process: "subprocess.Popen[bytes]"
+    command: Sequence[str]
+    pid: int
+    status: IO[bytes]
+    stderr: IO[bytes]
+    stdout: IO[bytes] | None = None
+    stdin: IO[bytes] | None = None
     tail: Tail = field(default_factory=Tail)
     code: int | None = None
     ended: float = float("inf")
     failure: Failure | None = None
     shown: bool = False
     kills: int = field(default_factory=memory.kills)
-
-    @classmethod
-    def start(
-        cls,
-        number: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        cores: Set[int] | None = None,
-        folder: str | None = None,
-        stdin: int | None = subprocess.DEVNULL,
-    ) -> "Rank":
-        """Start a rank.
-
-        Args:
-            number: number of the rank.
-            command: program and arguments.
-            environ: environment of the rank.
-            cores: cores that the rank and its child processes may use, if this process has no other
-                threads; None for no change.
-            folder: working directory; None for that of this process.
-            stdin: its standard input, as `subprocess.Popen` takes it.
-
-        Raises:
-            UsageError: there is no such program.
-            StartError: the system cannot start another process.
-        """
-        try:
-            process = subprocess.Popen(
-                command,
-                env=dict(environ),
-                cwd=folder,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,  # noqa: PLW1509, see above
-            )
-        except (FileNotFoundError, PermissionError) as error:
-            raise no_program(command[0], error, environ) from None
-        except OSError as error:
-            raise StartError("HT212.no-process", rank=number, error=error) from None
-        return cls(number, process)
 
     def begin(self, number: int, environ: Mapping[str, str]) -> None:
         """Let a rank begin that waits on a pipe; see `standby`.
@@ -102,38 +85,35 @@ class Rank:
             environ: its environment, from which it may have been started with other values.
         """
         self.number = number
-        stream = self.process.stdin
-        assert stream is not None
+        assert self.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, which is noticed by `wait`
-            stream.write(f"{json.dumps(dict(environ))}\n".encode())
-            stream.close()
+            self.stdin.write(f"{json.dumps(dict(environ))}\n".encode())
+            self.stdin.close()
+
+    def runs(self, seconds: float = 0.0) -> bool:
+        """Return whether the process still runs after some seconds; not beside a `wait`."""
+        return not (self.status.closed or select.select([self.status], [], [], seconds)[0])
 
     def wait(self) -> None:
-        """Wait until the process has ended; it keeps its id until `reap`, so signals are safe."""
-        try:
-            status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # other code in this process has reaped it
-            status = None
+        """Wait until the process has ended; it keeps its id until the server's end."""
+        how, _, number = self.status.readline().decode().partition(" ")
         self.ended = time.monotonic()
-        if status is None:
-            self.code = self.process.wait()
-        else:
-            exited = status.si_code == os.CLD_EXITED
-            self.code = status.si_status if exited else -status.si_status
+        # Without a line, the server was killed, and the kernel has killed the rank.
+        self.code = int(number) if how == "exit" else -int(number or signal.SIGKILL)
 
     def signal(self, number: int, everything: bool = True) -> None:
         """Send a signal to the rank and its child processes, or to the rank alone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if everything:
-                os.killpg(self.process.pid, number)
+            if everything and self.stdout is not None:
+                os.killpg(self.pid, number)
             elif self.code is None:
-                os.kill(self.process.pid, number)
+                os.kill(self.pid, number)
 
-    def reap(self, close: bool) -> None:
-        """Reap the process after its end; `close` closes its output without reading the rest."""
-        self.process.wait()
-        for stream in (self.process.stdout, self.process.stderr):
-            if close and stream is not None:
+    def close(self, output: bool = True) -> None:
+        """Close the pipes; with `output`, also those with output that was not read."""
+        self.status.close()
+        for stream in (self.stdout, self.stderr) if output else ():
+            if stream is not None:
                 stream.close()
 
     @property
@@ -179,7 +159,7 @@ class Rank:
         missing = _MISSING.search(error)
         if missing is None:
             return ""
-        program = str(self.process.args[0])  # type: ignore[index]
+        program = self.command[0]
         python = program if "python" in os.path.basename(program) else "python"
         return (
             f"\n  fix:      activate the environment with {missing[1]} before hpctrain run"
@@ -203,36 +183,212 @@ def signal_name(number: int) -> str:
         return str(number)
 
 
-class Guard:
-    """Process that ends the ranks when this process has ended; see `guard`.
+class Imports(NamedTuple):
+    """What a fork server imports for the ranks, and how.
 
-    Args:
-        exit_status_file: path in $HPCTRAIN_EXIT_STATUS_FILE, which only the processes of
-            this start have in their environment. Its folder belongs to this start only.
-        temporary: whether the guard removes that folder if this process is killed.
+    Attributes:
+        modules: modules, in order.
+        python: interpreter of the ranks, with its options.
+        environ: variables that all of them have.
+        cores: cores of one of them, as libraries count the cores when they are loaded; None for
+            all.
+        folder: their working directory; None for that of this process.
     """
 
-    def __init__(self, exit_status_file: Path, temporary: bool) -> None:
-        marker = f"{env_vars.EXIT_STATUS_FILE}={exit_status_file}"
-        folders = [str(exit_status_file.parent)] if temporary else []
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", guard.__file__, str(os.getpid()), marker, *folders],
-            # With the marker of an outer start, that start's guard would end this guard.
-            env=env_vars.scrubbed(os.environ),
-            cwd="/",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+    modules: Sequence[str]
+    python: Sequence[str]
+    environ: Mapping[str, str]
+    cores: Set[int] | None = None
+    folder: str | None = None
+
+
+class ForkServer:
+    """The process that starts the ranks of this host and ends them; see `fork_server`.
+
+    Args:
+        folder: folder of this start only, which is removed if this process is killed; None to keep
+            it.
+        stores: sockets of the stores that it serves.
+        imports: what it imports, so that it can fork ranks; None for new interpreters.
+        terminal: whether a rank is to have the terminal of this process.
+
+    Attributes:
+        warm: whether it imports modules.
+        obstacle: reason why a rank could not be forked; empty if there was none.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        stores: Stores | None = None,
+        imports: Imports | None = None,
+        terminal: bool = False,
+    ) -> None:
+        self.warm, self.obstacle = imports is not None, ""
+        self._ready = False
+        self._socket, remote = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
+        with remote:
+            settings = {"launcher": remote.fileno(), "folder": str(folder or "")}
+            self._process = _server(settings, stores, imports, terminal)
+
+    def start(
+        self,
+        number: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        cores: Set[int] | None = None,
+        folder: str | None = None,
+        listens: bool = False,
+        terminal: bool = False,
+        forks: bool = False,
+    ) -> Rank:
+        """Start a rank.
+
+        Args:
+            number: number of the rank.
+            command: program and arguments.
+            environ: environment of the rank.
+            cores: cores that the rank and its child processes may use; None for no change.
+            folder: working directory; None for that of this process.
+            listens: whether this process writes to its standard input, which otherwise is empty.
+            terminal: whether it has this process's standard input and output, in the session of its
+                terminal.
+            forks: whether it is to be a copy of the server.
+
+        Raises:
+            UsageError: there is no such program.
+            StartError: the system cannot start another process.
+        """
+        request = {
+            "command": list(command),
+            "environ": dict(environ),
+            "cores": sorted(cores or ()),
+            "folder": folder or os.getcwd(),
+            "group": os.getpgrp() if terminal else 0,
+            "forks": forks,
+        }
+        line = json.dumps(request).encode() + b"\n"
+        own: list[int] = []
+        remote: list[int] = []
+        try:
+            if listens:
+                reader, writer = os.pipe()
+                own.append(writer)
+                remote.append(reader)
+            else:
+                remote.append(os.dup(0) if terminal else os.open(os.devnull, os.O_RDONLY))
+            if terminal:
+                remote.append(os.dup(1))
+            while len(remote) < fork_server.DESCRIPTORS:
+                reader, writer = os.pipe()
+                own.append(reader)
+                remote.append(writer)
+            socket.send_fds(self._socket, [line[:1]], remote)
+            self._socket.sendall(line[1:])
+            pid = self._pid_of_rank()
+            *streams, stderr, status = own
+            own = []
+        except (FileNotFoundError, PermissionError) as error:
+            raise no_program(command[0], error, environ) from None
+        except OSError as error:
+            raise StartError("HT212.no-process", rank=number, error=error) from None
+        finally:
+            for descriptor in (*remote, *own):
+                os.close(descriptor)
+        return Rank(
+            number,
+            command,
+            pid,
+            os.fdopen(status, "rb"),
+            os.fdopen(stderr, "rb"),
+            os.fdopen(streams[-1], "rb") if not terminal else None,
+            os.fdopen(streams[0], "wb") if listens else None,
         )
 
-    def add(self, rank: Rank) -> None:
-        """Add a rank to the guard's list."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the guard was killed; the start works without it
-            self._process.stdin.write(f"{rank.process.pid}\n".encode())
-            self._process.stdin.flush()
+    def _pid_of_rank(self) -> int:
+        while True:
+            kind, _, value = self._replies.readline().decode().strip().partition(" ")
+            if kind == "fresh":
+                self.obstacle = value
+            elif kind == "pid":
+                return int(value)
+            elif kind != "ready":  # without a line, the server was killed
+                number = int(value or errno.ECHILD)
+                raise OSError(number, os.strerror(number))
+
+    def is_ready(self, seconds: float) -> bool:
+        """Return whether the server can start ranks; wait for it, up to some seconds.
+
+        Raises:
+            StartError: it has ended.
+        """
+        if not self._ready and select.select([self._socket], [], [], seconds)[0]:
+            self._ready = bool(self._replies.readline())
+            if not self._ready:
+                raise StartError("HT212.no-process", rank=0, error="the fork server has ended")
+        return self._ready
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the server has ended by itself, and its ranks with it."""
+        return self._process.poll() is not None
 
     def end(self) -> None:
-        """Make the guard end all remaining processes; call this before any rank is reaped."""
-        self._process.communicate(b"end\n")
+        """Let the server kill all remaining processes of the start, and end."""
+        with contextlib.suppress(OSError):  # it was killed
+            self._socket.sendall(b'{"end": true}\n')
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SECONDS_TO_END)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the server, and by that its ranks."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        self._replies.close()
+        self._socket.close()
+
+
+class Started(NamedTuple):
+    """Ranks of this host that run, and the server that has started them."""
+
+    server: ForkServer
+    ranks: Sequence[Rank]
+
+
+def serve_stores(stores: Stores) -> None:
+    """Serve the stores while this process lives, which becomes a rank itself."""
+    _server({}, stores, None)
+    stores.hand_over()
+
+
+def _server(
+    settings: dict[str, Any], stores: Stores | None, imports: Imports | None, terminal: bool = False
+) -> "subprocess.Popen[bytes]":
+    """Start a fork server with the fields of its `Settings`."""
+    settings = {"parent": os.getpid(), **settings}
+    descriptors = [settings["launcher"]] if "launcher" in settings else []
+    if stores is not None:
+        settings |= {"stores": stores.servers, "told": stores.tells}
+        descriptors += [*(descriptor for descriptor, _ in stores.servers), stores.tells]
+    start, environ, cores = [sys.executable, "-S", "-P"], env_vars.scrubbed(os.environ), None
+    if imports is not None:  # then Python starts as in a rank
+        settings["modules"] = imports.modules
+        start, environ, cores = list(imports.python), dict(imports.environ), imports.cores
+    return subprocess.Popen(
+        [*start, fork_server.__file__, json.dumps(settings)],
+        env=environ,
+        cwd=imports.folder if imports else None,
+        stdin=subprocess.DEVNULL,
+        # The streams of a rank are pipes, and Python looks at them at its start.
+        stdout=subprocess.PIPE if imports else subprocess.DEVNULL,
+        stderr=subprocess.PIPE if imports else None,
+        start_new_session=not terminal,
+        process_group=0 if terminal else None,  # Ctrl-C is for the rank
+        pass_fds=descriptors,
+        preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,  # noqa: PLW1509
+    )

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
-from hpctrain.launch import rank_environment, supervisor
+from hpctrain.launch import rank_environment, supervisor, warm_imports
 from hpctrain.process import calls
 from hpctrain.rundir.exit_status import read_exit_status
 
@@ -34,8 +34,9 @@ def spawn(
 ) -> list[T]:
     """Run a function on several ranks of this machine, each in a separate process.
 
-    The processes are new interpreters (CUDA and OpenMP do not survive a fork) with the same working
-    directory, `sys.path`, `sys.argv` and environment. cloudpickle sends the function and its
+    The processes are new interpreters, or copies of one that has only imported torch (CUDA and
+    OpenMP do not survive a fork of this process). They have the same working directory, `sys.path`,
+    `sys.argv` and environment. cloudpickle sends the function and its
     arguments, so they may be defined in a notebook or at a script's top level, and
     `if __name__ == "__main__"` is not needed. In the function, `hpctrain.Session()` and
     `hpctrain.detect()` return the rank. Each output line begins with the number of its rank. The
@@ -74,7 +75,10 @@ def spawn(
         package = str(Path(launchers.__file__).parents[3])
         command = [sys.executable, "-c", _RANK, package, name]
         exit_status_file = folder / "exit-status"
-        outcome = supervisor.run(command, environs, exit_status_file, labelled=count > 1)
+        imports = warm_imports.of_function(list(environs.values()))
+        outcome = supervisor.run(
+            command, environs, exit_status_file, labelled=count > 1, imports=imports
+        )
         failure: HpctrainError | None = None
         try:
             results = _results(folder, outcome, read_exit_status(exit_status_file))

@@ -13,13 +13,13 @@ the same for all of them. Each tells its ranks their environment, on their stand
 import contextlib
 import json
 import os
-import subprocess
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.launch import supervisor
-from hpctrain.launch.rank_processes import Rank
+from hpctrain.launch.rank_processes import ForkServer, Rank
 
 __all__ = ["Standby", "Step", "command_that_waits"]
 
@@ -52,12 +52,14 @@ class Standby:
         hosts: names of its hosts.
         folder: folder of the attempt.
         step: command, environment and exit status file of the process that starts the agents.
+        server: server that has started that process.
         rank: that process.
     """
 
     hosts: Sequence[str]
     folder: Path
     step: Step
+    server: ForkServer
     rank: Rank
 
     @classmethod
@@ -72,39 +74,33 @@ class Standby:
         """
         command, environ, exit_status_file = step
         own = supervisor.with_files(environ, exit_status_file)
-        rank = Rank.start(0, command, own, stdin=subprocess.PIPE)
-        return cls(list(hosts), folder, step, rank)
+        server = ForkServer(None)
+        rank = server.start(0, command, own, listens=True)
+        return cls(list(hosts), folder, step, server, rank)
 
     def begin(self, hosts: Sequence[str]) -> bool:
-        """Let the ranks begin; return whether they run, and on these hosts.
-
-        The first host has to be the same, as the agents have met there.
-        """
-        process = self.rank.process
+        """Let the ranks begin; return whether they run, and on these hosts."""
+        # The first host has to be the same, as the agents have met there.
         fits = hosts[0] == self.hosts[0] and set(hosts) <= set(self.hosts)
-        if not fits or process.poll() is not None:
+        if not fits or not self.rank.runs():
             return False
-        assert process.stdin is not None
+        assert self.rank.stdin is not None
         try:
-            process.stdin.write(f"{json.dumps(list(hosts))}\n".encode())
-            process.stdin.close()
+            self.rank.stdin.write(f"{json.dumps(list(hosts))}\n".encode())
+            self.rank.stdin.close()
         except OSError:
             return False
         return True
 
     def end(self) -> None:
         """Let the ranks end, which are not needed; srun may wait for a lost host meanwhile."""
-        process = self.rank.process
-        assert process.stdin is not None
+        assert self.rank.stdin is not None
         with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.terminate()
+            self.rank.stdin.close()
+        self.rank.signal(signal.SIGTERM, everything=False)
 
     def wait(self) -> None:
         """Wait for the end of the ranks, up to five seconds."""
-        process = self.rank.process
-        try:
-            process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        self.rank.reap(close=True)
+        self.rank.runs(_SECONDS_TO_END)
+        self.server.end()
+        self.rank.close()

@@ -1,8 +1,10 @@
 """Starts of `hpctrain run`: on this machine, and on all hosts of an allocation."""
 
+import os
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,8 @@ from hpctrain.cluster import env_vars, launchers
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import exit_codes
-from hpctrain.launch import agent, attempts, rank_environment, supervisor
+from hpctrain.errors import UsageError, exit_codes
+from hpctrain.launch import agent, attempts, rank_environment, supervisor, warm_imports
 from hpctrain.launch.attempts import Policy
 from hpctrain.launch.host_ends import End, end_of
 from hpctrain.launch.host_start import Plan
@@ -33,13 +35,17 @@ __all__ = [
 ]
 
 
-def on_this_machine(command: Sequence[str], nproc: str, env: Mapping[str, str]) -> int:
+def on_this_machine(
+    command: Sequence[str], nproc: str, env: Mapping[str, str], debug_rank: int | None = None
+) -> int:
     """Start the ranks on this machine, wait for all of them, and return the exit code.
 
     Args:
         command: program and arguments, the same for all ranks.
         nproc: number of ranks, as `rank_environment.layout` takes it.
         env: environment to start from; variables of launchers are removed from it.
+        debug_rank: number of the rank that has the terminal, for a debugger (default: the only
+            one).
 
     Returns:
         The code of the exit status file if rank 0 has written one; `exit_codes.STOPPED` if a stop
@@ -47,11 +53,12 @@ def on_this_machine(command: Sequence[str], nproc: str, env: Mapping[str, str]) 
         else 128 plus the number of the signal that ended the ranks; 0 on success.
 
     Raises:
-        UsageError: there are more ranks than one machine may have.
+        UsageError: there are more ranks than one machine may have, or no rank `debug_rank`.
         StartError: the system cannot start more processes.
     """
-    world = World(0, 1, 0, 1, 0, 1, (socket.gethostname(),))
-    return _host(command, nproc, env, world, RendezvousPoint(key="", host=socket.gethostname()))
+    gpus = rank_environment.gpus_of(env)
+    counts = rank_environment.layout(nproc, [len(gpus)])
+    return simulated(command, counts, env, "hpctrain", gpus, debug_rank)
 
 
 def on_one_of_several_hosts(
@@ -134,6 +141,7 @@ def simulated(
     env: Mapping[str, str],
     launcher: str,
     gpus: Sequence[str],
+    debug_rank: int | None = None,
 ) -> int:
     """Start ranks as if this machine were several hosts, or as another launcher would.
 
@@ -144,6 +152,7 @@ def simulated(
         launcher: name of the launcher whose variables the ranks get.
         gpus: GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Each simulated host gets
             separate GPUs, or none if there are not enough for all ranks.
+        debug_rank: as for `on_this_machine`.
 
     Returns:
         As for `on_this_machine`.
@@ -151,16 +160,25 @@ def simulated(
     Raises:
         UsageError, StartError: as for `on_this_machine`.
     """
+    ranks = sum(tasks_per_node)
+    if debug_rank is not None and not 0 <= debug_rank < ranks:
+        raise UsageError("HT804.debug-rank-out-of-range", debug_rank=debug_rank, last=ranks - 1)
+    terminal = 0 if debug_rank is None and ranks == 1 and _in_terminal() else debug_rank
     stores = Stores(local=True) if launcher == "hpctrain" else None
     try:
         ports = (stores.ports[0], stores.ports[1]) if stores else None
         environs = rank_environment.environs(tasks_per_node, env, launcher, gpus, ports)
         rank_environment.print_threads(env, len(environs))
-        if stores is not None:
-            stores.serve(env_vars.scrubbed(env))
+        imports = warm_imports.of_command(command, os.getcwd(), list(environs.values()))
         with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
             outcome = supervisor.run(
-                command, environs, Path(name) / "exit-status-0", labelled=len(environs) > 1
+                command,
+                environs,
+                Path(name) / "exit-status-0",
+                labelled=len(environs) > 1,
+                stores=stores,
+                imports=imports,
+                terminal=terminal,
             )
             end = end_of(outcome, len(environs), socket.gethostname())
             # Without stores it is not known whether the ranks have connected.
@@ -169,6 +187,16 @@ def simulated(
     finally:
         if stores is not None:
             stores.close()
+
+
+def _in_terminal() -> bool:
+    """Return whether a person can type to this process: it has a terminal, and is in front."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    try:
+        return os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> int:

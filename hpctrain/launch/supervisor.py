@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env_vars
-from hpctrain.errors import UsageError
+from hpctrain.errors import StartError, UsageError
 from hpctrain.launch.rank_output import Output, announce
-from hpctrain.launch.rank_processes import Guard, Rank
+from hpctrain.launch.rank_processes import ForkServer, Imports, Rank, Started
+from hpctrain.launch.stores import Stores
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
 
@@ -36,6 +37,8 @@ SECONDS_OF_ONE_SIGNAL = 0.5
 _SECONDS_TO_DRAIN = 1.0
 # A lost host is found in such a call: with a longer time, the next attempt would begin later.
 SECONDS_BETWEEN_CALLS = 0.25
+
+_FRESH = "each rank imports its modules itself"
 
 _FORWARDED = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
@@ -100,8 +103,11 @@ def run(
     forward: Callable[[int], str] | None = None,
     folder: str | None = None,
     announces: bool = True,
-    started: Sequence[Rank] = (),
+    started: Started | None = None,
     meanwhile: Callable[[], None] | None = None,
+    stores: Stores | None = None,
+    imports: Imports | None = None,
+    terminal: int | None = None,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -125,8 +131,12 @@ def run(
             SIGTERM, and not by SIGKILL.
         folder: working directory of the ranks (default: that of this process).
         announces: whether to print that a signal is forwarded.
-        started: the ranks, if their processes are there already.
+        started: the ranks and their server, if the processes are there already.
         meanwhile: function that is called each `SECONDS_BETWEEN_CALLS` while ranks run.
+        stores: sockets of the stores to serve.
+        imports: what one process imports for all ranks; None for ranks that are new interpreters.
+        terminal: number of the rank that has this process's terminal, and is a new interpreter.
+            SIGINT is then left to it, as Ctrl-C reaches it.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -135,18 +145,34 @@ def run(
         events = queue.SimpleQueue()
     ranks: list[Rank] = []
     output: Output | None = None
-    with _signals(events):
-        guard = Guard(exit_status_file, temporary)
+    with _signals(events, terminal is not None):
+        own_folder = exit_status_file.parent if temporary else None
+        server = started.server if started else None
+        if server is None:
+            server = _server(own_folder, stores, imports, terminal is not None, events)
         watch = _Watch(ranks, events, forward, announces, meanwhile)
         try:
             for index, (number, environ) in enumerate(environs.items()):
                 own = with_files(environ, exit_status_file)
                 bound_to = cores[index] if cores else None
                 if started:
-                    ranks.append(started[index])
+                    ranks.append(started.ranks[index])
                 else:
-                    ranks.append(Rank.start(number, command, own, bound_to, folder))
-                guard.add(ranks[-1])
+                    has_terminal = number == terminal
+                    forks = server.warm and not (server.obstacle or has_terminal)
+                    ranks.append(
+                        server.start(
+                            number,
+                            command,
+                            own,
+                            bound_to,
+                            folder,
+                            terminal=has_terminal,
+                            forks=forks,
+                        )
+                    )
+            if server.obstacle:
+                announce(f"{_FRESH}: {server.obstacle}")
             output = Output(
                 ranks,
                 labelled,
@@ -156,16 +182,39 @@ def run(
             watch.wait()
             watch.drain(_SECONDS_TO_DRAIN)
         finally:
+            if ranks and server.was_killed:
+                announce("the process that had started the ranks was killed, and they with it")
             for rank in ranks:
                 rank.signal(signal.SIGKILL)
-            guard.end()
+            server.end()
             for rank in ranks:
-                rank.reap(close=output is None)
+                rank.close(output=output is None)
             if output is not None:
                 output.stop()
         watch.drain()
     watch.take_late_signal()
     return watch.outcome(exit_status_file.parent)
+
+
+def _server(
+    folder: Path | None,
+    stores: Stores | None,
+    imports: Imports | None,
+    terminal: bool,
+    events: Events,
+) -> ForkServer:
+    """Return a server that can start ranks, which has imported modules if there are any."""
+    if imports is not None:
+        server = ForkServer(folder, stores, imports, terminal)
+        try:
+            # The ranks get a signal that comes meanwhile.
+            while events.empty():
+                if server.is_ready(SECONDS_BETWEEN_CALLS):
+                    return server
+        except StartError as error:
+            announce(f"{_FRESH}: {error.found}")
+        server.kill()
+    return ForkServer(folder, stores, terminal=terminal)
 
 
 def with_files(environ: Mapping[str, str], exit_status_file: Path) -> dict[str, str]:
@@ -179,8 +228,13 @@ def with_files(environ: Mapping[str, str], exit_status_file: Path) -> dict[str, 
 
 
 @contextlib.contextmanager
-def _signals(events: Events) -> Iterator[None]:
-    """Turn signals into events; other threads than the main thread cannot change handlers."""
+def _signals(events: Events, terminal: bool) -> Iterator[None]:
+    """Turn signals into events; other threads than the main thread cannot change handlers.
+
+    Args:
+        events: queue of events.
+        terminal: whether a rank has the terminal, to which SIGINT is left.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -195,6 +249,8 @@ def _signals(events: Events) -> Iterator[None]:
             events.put(caught)
 
     handlers: dict[int, Any] = dict.fromkeys(taken, receive)
+    if terminal and signal.SIGINT in handlers:
+        handlers[signal.SIGINT] = lambda *_: None
     # If SIGCHLD is ignored, exit codes are lost.
     handlers[signal.SIGCHLD] = signal.SIG_DFL
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

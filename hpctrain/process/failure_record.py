@@ -4,6 +4,7 @@
     FOLDER/modules          modules that the ranks of a next attempt import before they are needed
     FOLDER/failure-RANK     JSON with the fields of `Failure`
     FOLDER/memory-step      step of the first copy of the state in memory
+    FOLDER/fresh            a next attempt has to start new interpreters
     FOLDER/shown            process id of the rank whose traceback is on standard error
     FOLDER/shown-HASH       process id of the rank that has written an error with this text
 
@@ -34,10 +35,12 @@ from hpctrain.errors import (
 __all__ = [
     "Failure",
     "failures",
+    "fresh",
     "is_open",
     "memory_step",
     "modules",
     "note_failure",
+    "note_fresh",
     "note_memory",
     "note_session",
     "sessions",
@@ -108,6 +111,16 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
 def note_memory(step: int, env: Mapping[str, str]) -> None:
     """Record that a copy of the state of this step is in memory."""
     _write(env, "memory-step", str(step))
+
+
+def note_fresh(env: Mapping[str, str]) -> None:
+    """Record that the ranks of a next attempt have to be new interpreters."""
+    _write(env, "fresh", "")
+
+
+def fresh(folder: Path) -> bool:
+    """Return whether the ranks of a next attempt have to be new interpreters."""
+    return (folder / "fresh").exists()
 
 
 def memory_step(folder: Path) -> int | None:

@@ -25,7 +25,7 @@ from hpctrain.data.loader import check_arguments
 from hpctrain.data.shared_order import Shared
 from hpctrain.errors import HpctrainError, UsageError, exit_codes
 from hpctrain.precision import Precision
-from hpctrain.process import failure_record, logging, random_states
+from hpctrain.process import failure_record, logging, random_states, read_once
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import EVALUATING, IDLE
 from hpctrain.rendezvous import shared_errors
@@ -127,6 +127,13 @@ class Session(Collectives):
             raise
         self._hooks = hook, sys.excepthook  # torch.distributed has set its own, too
         failure_record.note_session(self.world.rank, os.environ)
+        names = read_once.changed(os.environ)
+        if names and self.world.rank == 0:
+            failure_record.note_fresh(os.environ)
+            logger.warning(
+                f"{', '.join(names)} changed after torch was imported for all ranks, without "
+                "effect: hpctrain run --fresh-interpreters"
+            )
 
     def _open(
         self, start: launchers.Start, given: MutableMapping[str, Any], names: Set[str]

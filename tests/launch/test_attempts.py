@@ -391,6 +391,23 @@ def test_attempts_tell_their_ranks_when_they_began_and_record_their_ends(tmp_pat
     assert marks[0]["time"] == pytest.approx(begun + 90, abs=0.01)
 
 
+def test_ranks_are_new_interpreters_after_an_attempt_that_asked_for_them(tmp_path):
+
+    class Asking(Hosts):
+        def run(self, hosts, attempt, following=None, spares=()):
+            found = super().run(hosts, attempt, following, spares)
+            if attempt.number == 1:
+                (attempt.folder / "fresh").touch()
+            return found
+
+    directory = rundir.RunDirectory(tmp_path / "run")
+    ends = [ended(None, step=step) for step in (10, 20, 30)]
+    hosts = Asking(directory, *ends, ended(0))
+    attempts.run(hosts, ["python", "train.py"], directory, {}, Policy())
+    asked = [attempt.environ.get("HPCTRAIN_FRESH_INTERPRETERS") for _, attempt in hosts.attempts]
+    assert asked == [None, None, "1", "1"]
+
+
 def test_refused_start_records_nothing(tmp_path):
     directory = rundir.RunDirectory(tmp_path / "run")
     rundir.replace(directory.identity, "{}")

@@ -65,6 +65,7 @@ def ranks(tmp_path, monkeypatch):
             "import json, os, signal, subprocess, sys, time\n"
             "from hpctrain.cluster.launchers import detect\n"
             f"os.chdir({str(tmp_path)!r})\n"
+            f"launcher = {os.getpid()}\n"
             "world = detect()\n"
             "def until(*names):\n"
             "    while not all(map(os.path.exists, names)): time.sleep(0.01)\n" + lines
@@ -346,7 +347,7 @@ def test_ctrl_c_waits_for_the_save_of_a_rank(ranks, tmp_path, monkeypatch):
         "    open(f'ready-{world.rank}', 'w').close()\n"
         "    if world.rank == 0:\n"
         "        until('ready-1', 'ready-2')\n"
-        "        os.kill(os.getppid(), signal.SIGINT)\n"
+        "        os.kill(launcher, signal.SIGINT)\n"
         "    until('never')\n"
         "except KeyboardInterrupt:\n"
         "    if world.rank: raise\n"
@@ -365,7 +366,7 @@ def test_ctrl_c_waits_for_the_save_of_a_rank(ranks, tmp_path, monkeypatch):
 def test_nohup_ignored_signals_stay_ignored(ranks):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert ranks("os.kill(os.getppid(), signal.SIGHUP); os.kill(0, signal.SIGHUP)") == 0
+        assert ranks("os.kill(launcher, signal.SIGHUP); os.kill(0, signal.SIGHUP)") == 0
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -429,7 +430,7 @@ def test_stop_signal_before_a_session_exits_with_75(ranks, tmp_path, number):
     lines = (
         "open(f'ready-{world.rank}', 'w').close()\n"
         "until('ready-0', 'ready-1', 'ready-2')\n"
-        f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
+        f"if world.rank == 0: os.kill(launcher, {int(number)})\n"
         "until('never')\n"  # one long sleep would miss a signal just before it
     )
     exit_status_file = tmp_path / "exit-status"
@@ -453,7 +454,7 @@ def test_signals_are_passed_on_and_handlers_put_back(ranks, number):
         f"signal.signal({int(number)}, lambda number, frame: sys.exit(0))\n"
         "open(f'ready-{world.rank}', 'w').close()\n"
         "until('ready-0', 'ready-1', 'ready-2')\n"
-        f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
+        f"if world.rank == 0: os.kill(launcher, {int(number)})\n"
         "until('never')\n"  # one long sleep would miss a signal just before it
         "sys.exit(9)\n"
     )

@@ -25,7 +25,9 @@ SHOW = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "WORD")
 print(json.dumps([os.uname().nodename, *map(os.environ.get, names)]))
-print("arguments", " ".join(open("/proc/%d/cmdline" % os.getppid()).read().split(chr(0))))
+server = open("/proc/%d/stat" % os.getppid()).read()
+launcher = server.rpartition(")")[2].split()[1]
+print("arguments", " ".join(open("/proc/%s/cmdline" % launcher).read().split(chr(0))))
 sys.exit(3 if os.environ.get("FAILS") == os.environ["RANK"] else 0)
 """
 

@@ -16,7 +16,7 @@ which may be repeated:
 
 KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later by a thread
        usr2-all, term-all: also to its child processes, as Slurm does to a step; kill-parent: to its
-       parent process
+       launcher, the parent of the process that has started it
        file: the stop file $HPCTRAIN_STOP_FILE; request: the file `stop` of the run directory
        crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
        until the file RUN.release exists; copied=N: until all hosts have a copy of the state of
@@ -130,13 +130,19 @@ class Fault:
 
     def _signal(self, name, whom):
         if whom == "parent":
-            os.kill(os.getppid(), _SIGNALS[name])
+            os.kill(_launcher(), _SIGNALS[name])
         elif whom == "all":
             # By another process, because a worker obeys signals of the rank that started it.
             pids = map(str, [*descendants(os.getpid()), os.getpid()])
             subprocess.run(["kill", f"-{name.upper()}", *pids], check=True)
         else:
             os.kill(os.getpid(), _SIGNALS[name])
+
+
+def _launcher():
+    """Return the process id of `hpctrain run` or of its agent."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def descendants(process):

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -35,7 +36,13 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
         command = ["setsid", "--ctty", sys.executable, "-m", "hpctrain", *self._words]
         self.process = subprocess.Popen(
-            command, stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, env=env
+            command,
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+            env=env,
+            # Where the tests run in the background of a script, Ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
         )
         return self
 
