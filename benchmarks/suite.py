@@ -45,7 +45,7 @@ class Benchmark:
 BENCHMARKS = {
     "startup": Benchmark("--rounds 2"),
     "hostlist": Benchmark("--rounds 6"),
-    "first_allreduce": Benchmark("--rounds 2"),
+    "first_allreduce": Benchmark("--rounds 2 --ranks 2"),
     "rendezvous": Benchmark("--rounds 2"),
     "submit": Benchmark("--rounds 2", no_slurm),
     "step_overhead": Benchmark("--rounds 4"),

@@ -72,8 +72,12 @@ HEADS = {
     "held_bytes": "bytes of a rank",
     "share": "of ddp's",
     "slowdown": "times as long",
+    "calls": "calls to the file system",
+    "calls_ratio": "× base, calls",
+    "private_mb": "private memory, MB",
+    "private_mb_ratio": "× base, memory",
 }
-_RATIOS = ("ratio", "ratio_by_cpu", "slowdown", "share")
+_RATIOS = ("ratio", "ratio_by_cpu", "slowdown", "share", "calls_ratio", "private_mb_ratio")
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kKMGT]?)B?\Z", re.ASCII)
