@@ -287,7 +287,8 @@ class _Server:
             os.close(descriptor)
             return []
         null = os.open(os.devnull, os.O_RDWR)
-        request = {"group": 0, "cores": (), "folder": "", "forks": self._warm is not None}
+        forks = self._warm is not None and not self._warm.obstacle(command, None)
+        request = {"group": 0, "cores": (), "folder": "", "forks": forks}
         # torch warns of clients without a reverse name, also in a warm process.
         environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         streams = [null, null, null if self._warm else os.dup(2)]

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader, all_suffixes
 from typing import Any
 
-__all__ = ["WarmProcess"]
+__all__ = ["WarmProcess", "run_program"]
 
 # Devices that a process with a context on an accelerator has open.
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel", "/dev/hl")
@@ -118,14 +118,20 @@ class WarmProcess:
         if "hpctrain.process.read_once" in sys.modules:
             vars(sys.modules["hpctrain.process.read_once"])["at_fork"] = environ
         sys.orig_argv = list(command)
-        _run(list(command[1:]), self._main)
+        run_program(list(command[1:]), self._main, sys.flags.safe_path)
 
 
-def _run(words: list[str], main: Mapping[str, Any]) -> None:
-    safe = sys.flags.safe_path
+def run_program(words: list[str], main: Mapping[str, Any], safe_path: bool) -> None:
+    """Run a script, or the module or text after -m or -c, as Python does.
+
+    Args:
+        words: perhaps -P, the script or -m MODULE or -c TEXT, and arguments.
+        main: what Python sets in `__main__`.
+        safe_path: whether no folder is put in front of `sys.path`.
+    """
     words = words[1:] if words[0] == "-P" else words
     first = _first_of_path(["", *words], os.getcwd())
-    if not safe:
+    if not safe_path:
         sys.path.insert(0, "" if words[0] == "-c" else first)
     module = types.ModuleType("__main__")
     vars(module).clear()

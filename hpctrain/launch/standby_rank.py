@@ -13,12 +13,10 @@ import contextlib
 import importlib
 import json
 import os
-import runpy
 import sys
-import types
-from importlib.machinery import SourceFileLoader
 
 from hpctrain.cluster.env_vars import BEGAN
+from hpctrain.launch.forked_rank import run_program
 
 __all__ = ["main"]
 
@@ -39,27 +37,10 @@ def main() -> None:
     os.environ.update(environ, **{BEGAN: json.dumps(changed)})
     _write_oom_score(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _run(words)
-
-
-def _run(words: list[str]) -> None:
-    safe = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
-    words = words[1:] if words[0] == "-P" else words
-    if words[0] == "-m":
-        first, sys.argv = os.getcwd(), words[1:]
-    else:
-        first, sys.argv = os.path.dirname(os.path.realpath(words[0])), words
-    if not safe:
-        sys.path.insert(0, first)
-    if words[0] == "-m":
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        path = os.path.join(os.getcwd(), words[0])
-        main = types.ModuleType("__main__")
-        main.__file__, main.__builtins__ = path, builtins  # type: ignore[attr-defined]
-        main.__loader__ = SourceFileLoader("__main__", path)
-        sys.modules["__main__"] = main
-        exec(compile(main.__loader__.get_data(path), path, "exec"), vars(main))  # noqa: S102
+    fields = ("__doc__", "__package__", "__loader__", "__spec__")
+    fresh = {"__name__": "__main__", **dict.fromkeys(fields), "__builtins__": builtins}
+    safe_path = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
+    run_program(words, fresh, safe_path)
 
 
 def _write_oom_score(score: int) -> None:
