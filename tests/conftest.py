@@ -5,6 +5,7 @@ This file sets markers by what a test uses: `slurm` (the fixture `cluster`), `gp
 starts forked ranks) and `slow` (in slow_cases.txt). Tests set `slow` and `e2e` themselves.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -317,6 +318,13 @@ def listening_sockets(sockets):
         for line in Path(table).read_text().splitlines()[1:]
     ]
     return sockets & {fields[9] for fields in lines if fields[3] == "0A"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_wide_fixtures(tmp_path_factory):
+    """Keep what the ranks of a module's fixture write out of the folder in which pytest started."""
+    with contextlib.chdir(tmp_path_factory.mktemp("fixtures")):
+        yield
 
 
 @pytest.fixture(autouse=True)
