@@ -34,7 +34,7 @@ from hpctrain.checkpoint.loading import (
     replaced,
 )
 from hpctrain.checkpoint.snapshot import Snapshot
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
@@ -209,7 +209,7 @@ class Folder:
             if match["host"] == self._host:
                 # This process writes only its current folder.
                 pid = int(match["pid"])
-                ended = pid == os.getpid() or not proc.started(pid)
+                ended = pid == os.getpid() or not system.started(pid)
             else:
                 ended = locked
             if ended:
@@ -278,7 +278,7 @@ def process_name() -> str:
 def _here() -> str:
     """Return host name and pid namespace, as a process id is unique only within both."""
     host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
-    return f"{host}.{proc.namespace()}"
+    return f"{host}.{system.namespace()}"
 
 
 def _remove(folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.durable_files import BLOCK, name_of
+from hpctrain.cluster import system
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import open_regular
 
@@ -74,7 +75,7 @@ class DataReader:
         Raises:
             CheckpointError: a file has changed since it was written, or cannot be read.
         """
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        with ThreadPoolExecutor(len(system.cores())) as threads:
             for name, blocks in sorted(self._wanted.items()):
                 path, entry = self._folder / name, self._files[name]
                 try:

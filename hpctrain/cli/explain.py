@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.cluster import system
 from hpctrain.cluster.launchers import Process, Reading, Start, readings, survey
 from hpctrain.cluster.texts import nearest, printable
 from hpctrain.cluster.world import World
@@ -164,7 +165,7 @@ def _of_this_rank(world: World, env: Mapping[str, str]) -> dict[str, str]:
     gpus = visible_gpus.visible(env)
     return {
         "local_rank": str(world.local_rank),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(len(system.cores())),
         "gpus": ",".join(gpus.names if gpus else visible_gpus.here()),
         "pid": str(os.getpid()),
     }

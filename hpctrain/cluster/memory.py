@@ -6,7 +6,9 @@ Sources: proc(5), MemAvailable; cgroup-v2.rst and cgroup-v1/memory.rst of the Li
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["available", "kills", "limit", "of_machine"]
+from hpctrain.cluster import system
+
+__all__ = ["available", "kills", "limit"]
 
 _ROOT = Path("/")
 
@@ -33,9 +35,12 @@ def available(root: Path = _ROOT) -> int | None:
     cache that the kernel can free counts as available.
 
     Args:
-        root: folder that contains /proc and /sys.
+        root: folder that contains proc and sys.
     """
-    amounts = [of_machine("MemAvailable", root), *(_of_group(*group) for group in _groups(root))]
+    amounts = [
+        system.meminfo("MemAvailable", root),
+        *(_of_group(*group) for group in _groups(root)),
+    ]
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -47,7 +52,7 @@ def limit(root: Path = _ROOT) -> int | None:
     """
     limits = (_number(_lines(folder / files.limit)) for folder, files in _groups(root))
     least = min((most for most in limits if most is not None), default=None)
-    total = of_machine("MemTotal", root)
+    total = system.meminfo("MemTotal", root)
     return None if least is None or (total is not None and least >= total) else least
 
 
@@ -64,24 +69,10 @@ def kills(root: Path = _ROOT) -> int:
     return next((int(words[1]) for words in counts if words[0] == "oom_kill"), 0)
 
 
-def of_machine(name: str, root: Path = _ROOT) -> int | None:
-    """Return an amount of /proc/meminfo in bytes; None if it is not there.
-
-    Args:
-        name: name of the amount, such as MemAvailable.
-        root: as for `available`.
-    """
-    for line in _lines(root / "proc/meminfo"):
-        field, _, value = line.partition(":")
-        if field == name:
-            return int(value.split()[0]) * 1024
-    return None
-
-
 def _groups(root: Path) -> list[tuple[Path, _Files]]:
     """Return the folders of this process's cgroup and of its parents, the nearest first."""
     found = []
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in system.cgroups(root):
         _, controllers, name = line.split(":", 2)
         if not controllers:
             top, files = "", _V2

@@ -1,9 +1,12 @@
 """Loader from a data set to batches on the device."""
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +93,7 @@ class Loader:
         if isinstance(sampler, EvaluationSampler):
             self._events.evaluation()
         self._generator.manual_seed(seeds.derive("loader", self._seed, sampler.epoch))
+        _check_guard(self._loader)
         with signals.blocked():
             loaded = iter(self._loader)
         batches = feed(loaded, self._placement, self._on_device)
@@ -100,6 +104,26 @@ class Loader:
         if not sampler.uneven:
             return batches
         return weighed(zip(batches, map(sampler.weight, count()), strict=False), self._events)
+
+
+def _check_guard(loader: "DataLoader[Any]") -> None:
+    """Check that workers may import the script, which those that are no copies do.
+
+    Raises:
+        UsageError: it would train again in each of them.
+    """
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if not loader.num_workers or not script or method == "fork":
+        return
+    try:
+        has_guard = "__name__" in Path(script).read_text(errors="replace")
+    except OSError:
+        return
+    if not has_guard:
+        script = os.path.basename(script)
+        workers = loader.num_workers
+        raise UsageError("HT109.no-main-guard", script=script, workers=workers, method=method)
 
 
 def weighed(batches: Iterable[tuple[Any, float]], events: Events) -> Iterator[Any]:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.cluster import system
 from hpctrain.cluster.env_vars import number
 
 __all__ = ["available", "divided", "share", "widen"]
@@ -17,7 +18,7 @@ def available(env: Mapping[str, str]) -> int:
     It is the affinity of this process, or the number of the job's CPUs on this host if that is
     less: a Slurm without cgroups leaves all cores of the host in the affinity.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len(system.cores())
     return min(cores, number(env, "SLURM_CPUS_ON_NODE") or cores)
 
 
@@ -32,8 +33,8 @@ def widen(env: Mapping[str, str]) -> None:
     Slurm may bind the only task of a host to fewer, as it does not know that ranks will start in
     it. The kernel keeps the limits of a cgroup.
     """
-    if len(os.sched_getaffinity(0)) < (number(env, "SLURM_CPUS_ON_NODE") or 0):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    if len(system.cores()) < (number(env, "SLURM_CPUS_ON_NODE") or 0):
+        system.bind(range(os.cpu_count() or 1))
 
 
 def divided(ranks: int, env: Mapping[str, str]) -> list[set[int]] | None:
@@ -47,9 +48,9 @@ def divided(ranks: int, env: Mapping[str, str]) -> list[set[int]] | None:
         ranks: number of ranks on this host.
         env: environment of this process.
     """
-    cores = os.sched_getaffinity(0)
+    cores = system.cores()
     # Other jobs may run on cores of the affinity that do not belong to this one.
-    if ranks < 2 or len(cores) < ranks or available(env) < len(cores):
+    if not system.BINDS or ranks < 2 or len(cores) < ranks or available(env) < len(cores):
         return None
     ordered = sorted(cores, key=_place)
     ends = [len(ordered) * (index + 1) // ranks for index in range(ranks)]

@@ -22,7 +22,8 @@ survives a fork. Without modules it needs only the standard library, and each ra
 
 As a subreaper (prctl(2)), this process becomes the parent of all processes below it that lose
 theirs. So it finds all processes that the ranks have started, and kills them at its end: when the
-launcher asks for it, or has ended. If this process is killed, the kernel kills the ranks.
+launcher asks for it, or has ended. If this process is killed, the kernel kills the ranks, or
+the launcher where there is no prctl(2).
 
 It also waits for the first client of each of the listening `stores`, and then runs its server. So a
 server that has to import torch costs nothing in a start that does not need it. Each of these starts
@@ -36,7 +37,6 @@ _IMPORTED = frozenset(sys.modules)
 _MAIN = dict(globals())
 
 import contextlib  # noqa: E402
-import ctypes  # noqa: E402
 import errno  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
@@ -45,11 +45,29 @@ import shutil  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import time  # noqa: E402
+import types  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from importlib.machinery import SourceFileLoader  # noqa: E402
 from typing import TYPE_CHECKING, Any, NamedTuple  # noqa: E402
 
+
+def _load(*place: str) -> Any:
+    """Load a module of hpctrain that needs only the standard library.
+
+    This program may not be able to import hpctrain, and the ranks are not to find the module.
+    """
+    name = f"_{place[-1].partition('.')[0]}_of_fork_server"
+    path = os.path.join(os.path.dirname(os.path.realpath(__file__)), *place)
+    module = types.ModuleType(name)
+    SourceFileLoader(name, path).exec_module(module)
+    return module
+
+
 if TYPE_CHECKING:
+    from hpctrain.cluster import system
     from hpctrain.launch.forked_rank import WarmProcess
+else:
+    system = _load("..", "cluster", "system.py")
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 # A process that is being killed may still start other processes.
@@ -58,11 +76,6 @@ __all__ = ["DESCRIPTORS", "Settings", "main"]
 
 DESCRIPTORS = 4  # of a request for a rank
 _CHUNK = 1 << 16
-
-# Source: linux/prctl.h.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None)
 
 # A scheduler sends them to all processes of a step.
 _SENT = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -118,12 +131,8 @@ class _Server:
             return
         if not sys.flags.safe_path:
             del sys.path[0]
-        # The ranks are not to find it, as a script may have a module of this name.
-        sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
-        import forked_rank  # type: ignore[import-not-found]
-
-        del sys.path[0], sys.modules["forked_rank"]
-        self._warm = forked_rank.WarmProcess(self._settings.modules, _IMPORTED, _MAIN)
+        forked_rank = _load("forked_rank.py")
+        self._warm = forked_rank.WarmProcess(self._settings.modules, _IMPORTED, _MAIN, system)
 
     def serve(self) -> bool:
         """Handle requests, and run the servers of the stores, until the end.
@@ -230,9 +239,9 @@ class _Server:
                 os.setpgid(0, request["group"])
             else:
                 os.setsid()
-            _end_with(self._pid)
+            system.end_with(self._pid)
             if request["cores"]:
-                os.sched_setaffinity(0, request["cores"])
+                system.bind(request["cores"])
             if request["folder"]:
                 os.chdir(request["folder"])
             for number, descriptor in enumerate(descriptors[:3]):
@@ -262,13 +271,12 @@ class _Server:
         for pid, status in self._ranks.items():
             if status >= 0:
                 # It keeps its id until the end, as its process group has the same one.
-                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ended = system.ended(pid)
                 if ended is not None:
-                    how = b"exit" if ended.si_code == os.CLD_EXITED else b"signal"
-                    _tell(status, b"%s %d\n" % (how, ended.si_status))
+                    _tell(status, b"%s %d\n" % (b"exit" if ended[0] else b"signal", ended[1]))
                     os.close(status)
                     self._ranks[pid] = -1
-        for pid in _children() - self._ranks.keys():
+        for pid in set(system.children(self._pid)) - self._ranks.keys():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
@@ -305,7 +313,7 @@ class _Server:
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline:
                 # The children of a killed process become those of this one.
-                for pid in _children():
+                for pid in system.children(self._pid):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -320,32 +328,11 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     server = _Server(settings)
     if settings.launcher < 0:
-        _end_with(settings.parent)
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        system.end_with(settings.parent)
+    system.adopt_descendants()
     server.warm_up()
     if not server.serve():
         os._exit(0)  # without what the imported modules do at the end of a program
-
-
-def _children() -> set[int]:
-    """Return the ids of the children of this process. Source: proc(5)."""
-    # Not with cluster.proc: this program may not be able to import hpctrain.
-    own = os.getpid()
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{own}/children") as file:
-        return set(map(int, file.read().split()))
-    found = set()  # the kernel has no CONFIG_PROC_CHILDREN
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-            if int(stat.read().rpartition(b")")[2].split()[1]) == own:
-                found.add(int(name))
-    return found
-
-
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _tell(descriptor: int, line: bytes) -> None:

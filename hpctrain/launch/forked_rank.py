@@ -6,7 +6,6 @@ It needs only the standard library. `fork_server` imports it by its path.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import itertools
@@ -16,7 +15,7 @@ import runpy
 import sys
 import threading
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.machinery import SourceFileLoader, all_suffixes
 from typing import Any
 
@@ -24,11 +23,6 @@ __all__ = ["WarmProcess", "run_program"]
 
 # Devices that a process with a context on an accelerator has open.
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel", "/dev/hl")
-
-# Source: linux/prctl.h. The fields of `struct prctl_mm_map` that are in /proc/self/stat, by their
-# numbers in proc(5); -1 is the end of the heap, and 0 the address of the arguments or variables.
-_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-_FIELDS = (26, 27, 45, 46, 47, -1, 28, 0, 0, 0, 0)
 
 
 class WarmProcess:
@@ -39,12 +33,17 @@ class WarmProcess:
             the error.
         imported: modules that Python has imported before the first line of a script.
         main: what Python sets in `__main__`.
+        system: the module `hpctrain.cluster.system`.
     """
 
     def __init__(
-        self, modules: Sequence[str], imported: Collection[str], main: Mapping[str, Any]
+        self,
+        modules: Sequence[str],
+        imported: Collection[str],
+        main: Mapping[str, Any],
+        system: Any,
     ) -> None:
-        self._main = main
+        self._main, self._system = main, system
         environ = dict(os.environ)
         # Warnings of the imports: each rank would print them.
         self._printed = [os.memfd_create(f"hpctrain-{number}") for number in (1, 2)]
@@ -75,10 +74,11 @@ class WarmProcess:
 
     def obstacle(self, command: Sequence[str], folder: str | None) -> str:
         """Return the reason why a rank cannot be a copy of this process; empty if it can."""
-        if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
+        if threading.active_count() > 1 or len(self._system.threads(os.getpid())) > 1:
             return "an import has started a thread"
-        for device in _open_devices():
-            return f"an import has opened {device}"
+        for file in self._system.descriptors().values():
+            if file.startswith(_ACCELERATORS):
+                return f"an import has opened {file}"
         place = _first_of_path(command, folder or os.getcwd())
         try:
             entries = list(os.scandir(place))
@@ -111,8 +111,8 @@ class WarmProcess:
         for name in os.environ.keys() - environ.keys():
             del os.environ[name]
         os.environ.update(environ)
-        if not _show(command, environ):
-            # Then a process that this one starts cannot see in /proc what it has inherited.
+        if not self._system.show(command, environ):
+            # Then a process that this one starts cannot see what it has inherited.
             os.environ["HPCTRAIN_BEGAN"] = json.dumps(environ)
         _seed()
         if "hpctrain.process.read_once" in sys.modules:
@@ -185,41 +185,9 @@ def _seed() -> None:
         sys.modules["numpy.random"].seed()
 
 
-def _show(command: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Show the command and the environment in /proc, for `ps` and others; return whether they are.
-
-    Source: PR_SET_MM in prctl(2); without CONFIG_CHECKPOINT_RESTORE the call fails.
-    """
-    words = b"".join(os.fsencode(word) + b"\0" for word in command)
-    variables = b"".join(os.fsencode(f"{name}={environ[name]}") + b"\0" for name in environ)
-    # The kernel reads them as long as the process lives.
-    memory = ctypes.create_string_buffer(words + variables)
-    _show.memory = memory  # type: ignore[attr-defined]
-    begins = ctypes.addressof(memory)
-    places = iter((begins, begins + len(words), begins + len(words), begins + len(memory) - 1))
-    libc = ctypes.CDLL(None)
-    libc.sbrk.restype = ctypes.c_void_p
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    values = [
-        next(places) if number == 0 else libc.sbrk(0) if number < 0 else int(fields[number - 3])
-        for number in _FIELDS
-    ]
-    record = (ctypes.c_uint64 * 13)(*values, 0, 0xFFFFFFFF << 32)  # no auxv, no other executable
-    return not libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, record, ctypes.sizeof(record), 0)
-
-
 def _copy(file: int, target: int) -> None:
     for place in itertools.count(0, 1 << 16):
         data = os.pread(file, 1 << 16, place)
         if not data:
             return
         os.write(target, data)
-
-
-def _open_devices() -> Iterator[str]:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(_ACCELERATORS):
-                yield target

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.cluster import commands, memory
+from hpctrain.cluster import commands, system
 
 __all__ = ["check"]
 
@@ -50,7 +50,7 @@ def _gpus(env: Mapping[str, str]) -> str:
 
 
 def _memory() -> str:
-    available = memory.of_machine("MemAvailable")
+    available = system.meminfo("MemAvailable")
     if available is None or available >= _LEAST_MEMORY:
         return ""
     return f"{available // _MEBIBYTE} MiB of memory are free"

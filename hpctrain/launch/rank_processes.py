@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hpctrain.cluster import env_vars, memory
+from hpctrain.cluster import env_vars, memory, system
 from hpctrain.errors import StartError, UsageError
 from hpctrain.launch import fork_server
 from hpctrain.launch.rank_output import TRACEBACK, Tail
@@ -390,5 +390,5 @@ def _server(
         start_new_session=not terminal,
         process_group=0 if terminal else None,  # Ctrl-C is for the rank
         pass_fds=descriptors,
-        preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,  # noqa: PLW1509
+        preexec_fn=partial(system.bind, cores) if cores else None,  # noqa: PLW1509
     )

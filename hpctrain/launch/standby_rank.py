@@ -15,6 +15,7 @@ import json
 import os
 import sys
 
+from hpctrain.cluster import system
 from hpctrain.cluster.env_vars import BEGAN
 from hpctrain.launch.forked_rank import run_program
 
@@ -24,7 +25,7 @@ __all__ = ["main"]
 def main() -> None:
     """Import the modules, wait, and run the program as Python does."""
     names, *words = sys.argv[1:]
-    _write_oom_score(1000)  # where memory is short, the kernel ends this process first
+    system.set_oom_score(1000)  # where memory is short, the kernel ends this process first
     for name in filter(None, names.split(",")):
         with contextlib.suppress(ImportError):  # the program shows the error
             importlib.import_module(name)
@@ -35,17 +36,12 @@ def main() -> None:
     environ = json.loads(line)
     changed = {name: environ[name] for name in environ if os.environ.get(name) != environ[name]}
     os.environ.update(environ, **{BEGAN: json.dumps(changed)})
-    _write_oom_score(0)
+    system.set_oom_score(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     fields = ("__doc__", "__package__", "__loader__", "__spec__")
     fresh = {"__name__": "__main__", **dict.fromkeys(fields), "__builtins__": builtins}
     safe_path = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
     run_program(words, fresh, safe_path)
-
-
-def _write_oom_score(score: int) -> None:
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(score))
 
 
 if __name__ == "__main__":

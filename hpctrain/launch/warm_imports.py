@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import env_vars, system
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import Imports
 from hpctrain.process.read_once import READ_ONCE
@@ -83,7 +83,7 @@ def of_command(
     is_script = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
     first, *others = environs
     # Another Python than this one may have other packages.
-    if not (others and is_script and command[0] == sys.executable) or first.get(env_vars.FRESH):
+    if not (others and is_script and command[0] == sys.executable and _may_fork(first)):
         return None
     script = _read(words, folder, first.get("PYTHONPATH", "").split(os.pathsep))
     tops = {name.partition(".")[0] for name in script.imports}
@@ -108,7 +108,7 @@ def of_function(environs: Sequence[Mapping[str, str]]) -> Imports | None:
         environs: environment of each rank.
     """
     first = environs[0]
-    if len(environs) < 2 or "torch" not in sys.modules or first.get(env_vars.FRESH):
+    if len(environs) < 2 or "torch" not in sys.modules or not _may_fork(first):
         return None
     names = sorted({*_WITHOUT_RANK, _SESSION, _OF_OPTIMIZERS} & sys.modules.keys())
     return None if _obstacle(first) else _imports_for([sys.executable], environs, names)
@@ -125,6 +125,11 @@ def _imports_for(
     common = {k: v for k, v in first.items() if all(one.get(k) == v for one in others)}
     modules = ["numpy", "torch", "hpctrain.process.read_once", *names]
     return Imports(modules, python, common, cores, folder)
+
+
+def _may_fork(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks may be copies; libraries of macOS do not survive a fork."""
+    return system.COMPLETE and not environ.get(env_vars.FRESH)
 
 
 def _obstacle(environ: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import statistics
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ import torch
 
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
@@ -118,13 +117,13 @@ class DeviceClock(Clock):
 
 def _processor_seconds() -> float:
     """Return the processor time of this process and of its children, such as loader processes."""
-    return math.fsum(one.seconds for one in proc.stats(proc.family(os.getpid())))
+    return math.fsum(one.seconds for one in system.stats(system.family(os.getpid())))
 
 
 def _memory() -> float:
     """Return the most bytes so far of this process, and those of its children now."""
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return own + sum(map(proc.private_memory, proc.family(os.getpid())[1:]))
+    own = system.peak_memory()
+    return own + sum(map(system.private_memory, system.family(os.getpid())[1:]))
 
 
 def _gpu_use(device: torch.device) -> float:

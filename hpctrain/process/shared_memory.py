@@ -2,7 +2,7 @@
 
     /dev/shm/hpctrain-UID-LAUNCH/HOST-RUN/checkpoints/step-00000042/
 
-Hosts that are simulated on one machine share /dev/shm, so the name of the host is in the path. A
+Hosts that are simulated on one machine share memory, so the name of the host is in the path. A
 process that needs the folder holds a lock on it as long as it lives.
 """
 
@@ -16,9 +16,11 @@ import stat
 import time
 from pathlib import Path
 
+from hpctrain.cluster import system
+
 __all__ = ["folder_of", "hold", "keep", "make", "place_in", "remove", "remove_abandoned"]
 
-_TOP = Path("/dev/shm")  # noqa: S108, as `make` checks the folder in it
+_TOP = Path(system.shared_folder())
 
 # Between two attempts no process of a launch may be on the host.
 _SECONDS_BETWEEN_ATTEMPTS = 300.0

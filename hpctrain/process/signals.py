@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 
 __all__ = ["STOP", "blocked", "obey_parent"]
 
@@ -47,10 +47,10 @@ def obey_parent(master: int) -> None:
 
     def wait_for_signals() -> None:
         while True:
-            received = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_CHECKS)
-            if received is not None and received.si_pid == master:
+            sender = system.wait_for_signal(signal.SIGTERM, _SECONDS_BETWEEN_CHECKS)
+            if sender in (master, -1):
                 os._exit(0)
-            if not proc.started(master):
+            if not system.started(master):
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait_for_signals, daemon=True).start()

@@ -1,6 +1,5 @@
 """The number of threads of a rank, and the check that it has enough cores."""
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from hpctrain.cluster import system
 from hpctrain.process.logging import logger
 
 __all__ = ["Threads", "divide"]
@@ -39,7 +39,7 @@ class Threads:
         """Read the cores and threads of this process."""
         before = torch.get_num_threads()
         decided = before if any(env.get(name) for name in _DECIDED) else None
-        return cls(sum(1 << core for core in os.sched_getaffinity(0)), decided, before)
+        return cls(sum(1 << core for core in system.cores()), decided, before)
 
     def entry(self) -> dict[str, Any]:
         """Return the values for the other ranks."""

@@ -1,18 +1,14 @@
-"""The network interfaces of this host and their addresses. Linux, no torch."""
+"""The network interfaces of this host and their addresses."""
 
-import fcntl
 import socket
-import struct
-from pathlib import Path
 
+from hpctrain.cluster import system
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.errors import UsageError
 
 __all__ = ["address_on", "addresses", "interface_of", "reachable"]
 
-_SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
-_IPV6_TABLE = Path("/proc/net/if_inet6")
-_LINK_LOCAL = "20"  # the scope in that table: an address that is valid on one link only
+_LINK_LOCAL = "20"  # the scope in Linux's table: an address that is valid on one link only
 # Default name prefixes of bridges and other interfaces inside a host: often with the same address
 # on every host.
 _INSIDE = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "lxd", "vmnet")
@@ -21,19 +17,10 @@ _INSIDE = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", 
 def addresses() -> dict[str, list[str]]:
     """Return the addresses by interface, IPv4 before IPv6, without link-local ones."""
     found: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no IPv4 address
-            found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
-    try:
-        table = _IPV6_TABLE.read_text()
-    except OSError:
-        table = ""
-    for line in table.splitlines():
+    for _, name in socket.if_nameindex():
+        if (own := system.interface_address(name)) is not None:
+            found.setdefault(name, []).append(own)
+    for line in system.ipv6_table().splitlines():
         packed, _, _, scope, _, name = line.split()
         if scope != _LINK_LOCAL:
             address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))

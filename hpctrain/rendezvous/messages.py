@@ -176,11 +176,17 @@ def keep_alive(connection: socket.socket, seconds: int = 20, interval: int = 5) 
         interval: time between two questions to the other kernel.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds // interval - 1)
-    # Keep-alive pauses while sent data is not acknowledged.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+    options = {
+        "TCP_KEEPIDLE": interval,
+        "TCP_KEEPALIVE": interval,  # its name on macOS
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": seconds // interval - 1,
+        # Keep-alive pauses while sent data is not acknowledged.
+        "TCP_USER_TIMEOUT": seconds * 1000,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _bytes(text: str) -> bytes:

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hpctrain.cluster import env_vars, proc
+from hpctrain.cluster import env_vars, system
 from hpctrain.errors import exit_codes
 from hpctrain.rundir import RunDirectory, append
 
@@ -264,7 +264,7 @@ class Recorder:
 
 def _process_start() -> float | None:
     """Return when this process was started to train; None for an interactive Python."""
-    age = proc.age(os.getpid())
+    age = system.age(os.getpid())
     script = hasattr(sys.modules["__main__"], "__file__")
     return time.time() - age if script and age is not None else None
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from hpctrain._version import __version__
 from hpctrain.arguments import Options
-from hpctrain.cluster import commands, env_vars, proc
+from hpctrain.cluster import commands, env_vars, system
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
 from hpctrain.errors import GivenUpError, UsageError, exit_codes
@@ -136,7 +136,7 @@ def _agent_label(env: Mapping[str, str]) -> str | None:
     """Return the start of torchrun's agent as a label, the same for all its attempts."""
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
-    start = proc.start_time(os.getppid())
+    start = system.start_time(os.getppid())
     return None if start is None else time.strftime("%Y%m%d-%H%M%S", time.localtime(start))
 
 

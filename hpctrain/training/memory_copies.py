@@ -26,7 +26,7 @@ from hpctrain.training.context import Context
 
 __all__ = ["MemoryCopies"]
 
-# Share of the free memory that a copy may use: loader workers and NCCL use /dev/shm, too.
+# Share of the free memory that a copy may use: loader workers and NCCL use shared memory, too.
 _SHARE = 0.9
 
 
@@ -178,7 +178,7 @@ class MemoryCopies:
             failure_record.note_memory(self._step, self._env)
 
     def _room(self, size: int) -> None:
-        """Check the memory for a state: that of /dev/shm, and that of the job, which has it, too.
+        """Check the memory for a state: the shared one, and that of the job, which has it, too.
 
         The copies before stay until the new one is complete.
         """

@@ -23,7 +23,7 @@ from processes import until
 
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.distributed.flight_recorder import FlightRecorder
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.cluster.world import World
 from hpctrain.errors import exit_codes
 from hpctrain.monitoring.watchdog import Watchdog, evidence, loop, shared_memory, watched_rank
@@ -403,8 +403,8 @@ def test_hang_ends_after_the_learnt_timeout_unless_the_rank_computes(
             lambda: all(one.stack() for one in ranks if one._asked and one.state not in ("T", ""))
         )
         if how == "loop_forever" and job.helpers:
-            until(lambda used=used: proc.stat(pid).seconds > used or not proc.stat(pid).state)
-            used = proc.stat(pid).seconds + 0.1
+            until(lambda used=used: system.stat(pid).seconds > used or not system.stat(pid).state)
+            used = system.stat(pid).seconds + 0.1
     assert not job.helpers
     assert job.ranks.end() == [-signal.SIGKILL] * 3
     reason = job.ranks.reason()
@@ -475,7 +475,7 @@ def test_worker_that_never_runs_is_named_within_a_minute(usual, capsys, layout):
         job.advance()
     assert not job.helpers
     assert job.ranks.end() == [-signal.SIGKILL] * 2
-    until(lambda: not proc.started(worker))
+    until(lambda: not system.started(worker))
     reason = job.ranks.reason()
     silence = re.match(
         rf"rank 1 on node{len(layout)}: silent for (\d+) s at step 3, in an eval", reason
@@ -508,8 +508,8 @@ def test_no_warning_if_a_rank_works_or_is_held(usual, monkeypatch, capsys, how):
     pid = job.ranks.ranks[1].pid
     for _ in range(55):
         if how == "loop_forever":
-            used = proc.stat(pid).seconds
-            until(lambda used=used: proc.stat(pid).seconds > used + 0.1)
+            used = system.stat(pid).seconds
+            until(lambda used=used: system.stat(pid).seconds > used + 0.1)
         elif how == "work":
             job.await_heartbeats(1)
         job.advance()

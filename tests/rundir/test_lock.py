@@ -250,7 +250,7 @@ def test_second_run_in_one_process_takes_over(directory, env):
 
 
 def test_lock_from_before_a_reboot_is_taken_over(directory, env, monkeypatch):
-    monkeypatch.setattr(liveness.time, "clock_gettime", lambda clock: 30.0)
+    monkeypatch.setattr(liveness.system, "uptime", lambda: 30.0)
     write_lock(directory, age=40, boot="another")
     check_takeover(directory, None, env)
     write_lock(directory, age=20, boot="another")  # renewed since: a namesake of this host

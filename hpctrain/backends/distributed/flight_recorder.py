@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from hpctrain.backends.borrowed_env import Environment
+from hpctrain.cluster import system
 
 __all__ = ["FlightRecorder"]
 
@@ -52,7 +53,7 @@ class FlightRecorder:
         prefix = self._chosen or str(folder.absolute() / "nccl-rank-")
         if not self._chosen:
             self._environment.set(_FILES[0], prefix)
-        return f"/proc/{os.getpid()}/fd/{self._fifo}", f"{prefix}{self._rank}"
+        return system.path_of(self._fifo), f"{prefix}{self._rank}"
 
     def close(self) -> None:
         """Remove what is left of the FIFO."""

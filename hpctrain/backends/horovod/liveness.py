@@ -30,6 +30,7 @@ from typing import Any
 from hpctrain.backends.base import missing_error
 from hpctrain.backends.horovod.liveness_hub import SHOWN, Findings, Hub
 from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster import system
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.rendezvous import Rendezvous
@@ -70,8 +71,8 @@ class Connections:
     """The TCP connections that Horovod opens between `__enter__` and `__exit__`.
 
     Horovod's thread waits in gloo for a peer that is gone, until gloo's time-out. Only the end of
-    the connection wakes it earlier. Linux lists the open files of a process in /proc/self/fd,
-    sockets with a number that is not used again.
+    the connection wakes it earlier. Linux lists the open files of a process, sockets with a number
+    that is not used again.
     """
 
     def __init__(self) -> None:
@@ -276,8 +277,5 @@ class Liveness:
 
 def _sockets() -> dict[str, int]:
     """Return the file descriptor of each open socket, by its name, such as "socket:[4711]"."""
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed by now, such as the listing itself
-            found[os.readlink(f"/proc/self/fd/{number}")] = int(number)
-    return {name: number for name, number in found.items() if name.startswith("socket:")}
+    open_files = system.descriptors()
+    return {name: number for number, name in open_files.items() if name.startswith("socket:")}

@@ -148,7 +148,11 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
             _compare(launcher, other, env)
     job, point = detect_job(env), launcher.rendezvous_point(env, world)
     claims = launcher.claims(env)
-    stray = checks.nameless(world, point) or checks.reset(world, env, process)
+    stray = (
+        checks.repeated(process)
+        or checks.nameless(world, point)
+        or checks.reset(world, env, process)
+    )
     waste: UsageError | None = None
     named_by_user = bool(env.get(env_vars.LAUNCHER))
     if not named_by_user:

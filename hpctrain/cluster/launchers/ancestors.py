@@ -1,7 +1,7 @@
 """Facts about the start of a process that are not in its environment.
 
 These are its arguments, its host, its ancestors, and whether multiprocessing started it. The last
-two come from Linux's /proc. Without /proc no process is refused because of them.
+two are not always known. Then no process is refused because of them.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hpctrain.cluster import env_vars, proc
+from hpctrain.cluster import env_vars, system
 
 __all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
 
@@ -90,6 +90,8 @@ class Process:
             if it was started in another way.
         host: name of this host.
         terminal: whether the process has a controlling terminal.
+        repeats: whether multiprocessing runs the script of the parent again in this process, to
+            import it.
     """
 
     arguments: tuple[str, ...] = ()
@@ -97,13 +99,19 @@ class Process:
     inherited: Mapping[str, str] | None = None
     host: str = ""
     terminal: bool = False
+    repeats: bool = False
 
     @classmethod
     def current(cls) -> "Process":
         """Collect the facts about this process."""
         launched_by, inherited = _launched_by(os.getpid()), _inherited()
         return cls(
-            tuple(sys.orig_argv), launched_by, inherited, socket.gethostname(), _has_terminal()
+            tuple(sys.orig_argv),
+            launched_by,
+            inherited,
+            socket.gethostname(),
+            _has_terminal(),
+            _repeats(),
         )
 
     def own(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -160,18 +168,18 @@ def _local_rank(arguments: tuple[str, ...]) -> str | None:
 
 
 def _launched_by(pid: int) -> Ancestor | None:
-    with suppress(OSError):  # /proc shows no more ancestors
+    with suppress(OSError):  # the system shows no more ancestors
         while pid > 1:
-            parent = proc.stat(pid).parent
+            parent = system.stat(pid).parent
             found = _launches(parent)
             if found:
-                return replace(found, started=proc.environment(pid) or {})
+                return replace(found, started=system.environment(pid) or {})
             pid = parent
     return None
 
 
 def _launches(pid: int) -> Ancestor | None:
-    name, command = proc.text(f"{pid}/comm"), proc.text(f"{pid}/cmdline").split("\0")
+    name, command = system.name(pid), system.arguments(pid)
     # The title of slurmstepd has a colon after the name.
     names = [name, command[0].rpartition("/")[2].partition(":")[0]]
     if names[1].startswith("python"):
@@ -206,12 +214,19 @@ def _has_terminal() -> bool:
     return True
 
 
+def _repeats() -> bool:
+    # As multiprocessing asks itself before it starts a process.
+    # Source: _check_not_importing_main in multiprocessing/spawn.py of Python 3.11.
+    process = sys.modules.get("multiprocessing.process")
+    return bool(process and getattr(process.current_process(), "_inheriting", False))
+
+
 def _inherited() -> dict[str, str] | None:
     # If the module is not imported, multiprocessing did not start this process.
     process = sys.modules.get("multiprocessing.process")
     parent = process.parent_process() if process else None
     # The initial environment of the parent: later changes are values it set for its children.
-    initial = None if parent is None else proc.environment(parent.pid)
+    initial = None if parent is None else system.environment(parent.pid)
     if initial is None or env_vars.BEGAN in initial:
         return initial
     began: dict[str, str] = json.loads(os.environ.get(env_vars.BEGAN, "{}"))

@@ -5,7 +5,9 @@ explain` shows it as a warning. The user allows such a start with `$HPCTRAIN_LAU
 for the command: an export would also apply to a later srun, whose tasks would each train alone.
 """
 
+import os
 import shlex
+import sys
 from collections.abc import Sequence
 
 from hpctrain.cluster.job import Allocation
@@ -15,7 +17,7 @@ from hpctrain.cluster.launchers.base import Claims, Environ, RendezvousPoint, ho
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
-__all__ = ["child", "dropped", "elsewhere", "idle", "nameless", "reset", "stale"]
+__all__ = ["child", "dropped", "elsewhere", "idle", "nameless", "repeated", "reset", "stale"]
 
 
 def idle(
@@ -121,6 +123,13 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
     if ancestor is None or ancestor.launcher not in others or name not in LAUNCHING.values():
         return None
     return UsageError("HT104.variables-of-outer-launcher", name=name, ancestor=ancestor)
+
+
+def repeated(process: Process) -> UsageError | None:
+    """Return an error for a process in which multiprocessing imports the parent's script."""
+    if not process.repeats:
+        return None
+    return UsageError("HT109.script-runs-again", script=os.path.basename(sys.argv[0]))
 
 
 def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:

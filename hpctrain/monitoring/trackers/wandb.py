@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.errors import exit_codes
 from hpctrain.monitoring.trackers.base import About, Tracker
 from hpctrain.process import signals
@@ -66,8 +66,8 @@ class WandB(Tracker):
 
     def abandon(self) -> None:
         """Kill W&B's service: it retries without end, and W&B waits for it at the exit."""
-        for process in proc.family(os.getpid()):
-            if proc.text(f"{process}/comm") == _SERVICE:
+        for process in system.family(os.getpid()):
+            if system.name(process) == _SERVICE:
                 with suppress(OSError):  # already ended
                     os.kill(process, signal.SIGKILL)
         sys.unraisablehook = partial(_hide_wandb_errors, sys.unraisablehook)

@@ -1,13 +1,12 @@
 """What a silent rank does, which tells a hang from slow work: its stack, and what it uses."""
 
-import contextlib
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass
 from time import monotonic
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 
 __all__ = ["POLLING", "Sample", "conclusion", "never_ran", "processor_seconds", "take"]
 
@@ -76,23 +75,23 @@ def take(pid: int, dump: str) -> Sample:
         OSError: the process has ended.
     """
     dump = dump[: dump.rfind("\n") + 1]  # the rank may still write the last line
-    pids = tuple(one for one in proc.family(pid) if one != os.getpid())  # a rank starts the helper
-    threads = proc.stats(thread for one in pids for thread in proc.threads(one))
-    counted = "\n".join(proc.text(f"{one}/io") for one in pids)
-    waits = re.search(r"\nvoluntary_ctxt_switches:\s+(\d+)", proc.text(f"{pid}/status"))
+    pids = tuple(
+        one for one in system.family(pid) if one != os.getpid()
+    )  # a rank starts the helper
+    process = system.stat(pid)
     return Sample(
         monotonic(),
-        proc.stat(pid).state == "T",
+        process.state == "T",
         dump.rstrip().rpartition("\n\n")[2].partition("\n")[2],
         bool(_TAKES_LONG.search(dump)),
         pids,
-        sum(stat.seconds for stat in proc.stats(pids[1:])),
-        proc.stat(pid).seconds,
-        proc.stat(f"{pid}/task/{pid}").seconds,
-        "futex" in proc.text(f"{pid}/wchan"),
-        int(waits[1]) if waits else 0,
-        sum(map(int, re.findall(r"^[rw]char: (\d+)", counted, re.MULTILINE))),
-        any(stat.state == "D" for stat in threads),
+        sum(stat.seconds for stat in system.stats(pids[1:])),
+        process.seconds,
+        system.main_thread(pid).seconds,
+        "futex" in system.kernel_function(pid),
+        system.waits(pid),
+        system.transferred(pids),
+        any(stat.state == "D" for one in pids for stat in system.threads(one)),
     )
 
 
@@ -121,7 +120,7 @@ def conclusion(before: Sample, now: Sample) -> str:
 
 def processor_seconds(pid: int) -> float:
     """Return the processor seconds of a rank and its children, without the helper."""
-    return sum(stat.seconds for stat in proc.stats(set(proc.family(pid)) - {os.getpid()}))
+    return sum(stat.seconds for stat in system.stats(set(system.family(pid)) - {os.getpid()}))
 
 
 def never_ran(pid: int) -> list[int]:
@@ -135,13 +134,13 @@ def never_ran(pid: int) -> list[int]:
     """
 
     def asleep(child: int) -> bool:
-        stats = [(one.parent, one.state, one.seconds) for one in proc.stats([child])]
-        return stats == [(pid, "S", 0.0)] and "futex" in proc.text(f"{child}/wchan")
+        stats = [(one.parent, one.state, one.seconds) for one in system.stats([child])]
+        return stats == [(pid, "S", 0.0)] and "futex" in system.kernel_function(child)
 
     return [
         child
-        for child in proc.family(pid)[1:]
-        if asleep(child) and len(proc.threads(child)) == 1 and _in_fork(pid, child)
+        for child in system.family(pid)[1:]
+        if asleep(child) and len(system.threads(child)) == 1 and _in_fork(pid, child)
     ]
 
 
@@ -151,11 +150,9 @@ def _in_fork(parent: int, child: int) -> bool:
     These close the ends of two pipes that belong to the parent, and open a new standard input,
     which Python would close at an exec.
     """
-    of_parent, of_child = _files(parent), _files(child)
-    for pid in (parent, child):
-        flags = re.search(r"flags:\s+([0-7]+)", proc.text(f"{pid}/fdinfo/0"))
-        if flags is None or int(flags[1], 8) & os.O_CLOEXEC:
-            return False
+    of_parent, of_child = system.descriptors(parent), system.descriptors(child)
+    if any(system.closes_at_exec(pid, 0) is not False for pid in (parent, child)):
+        return False
     pipes, child_pipes = Counter(of_parent.values()), Counter(of_child.values())
     both_ends = [
         number
@@ -164,13 +161,3 @@ def _in_fork(parent: int, child: int) -> bool:
         if of_child.get(number) == file and child_pipes[file] == 2
     ]
     return len(both_ends) >= 2
-
-
-def _files(pid: int) -> dict[str, str]:
-    """Return the open files of a process by number; none if they are not readable."""
-    folder, found = f"/proc/{pid}/fd", {}
-    with contextlib.suppress(OSError):
-        for number in os.listdir(folder):
-            with contextlib.suppress(OSError):  # just closed
-                found[number] = os.readlink(f"{folder}/{number}")
-    return found

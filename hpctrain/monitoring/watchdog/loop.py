@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain import rundir
+from hpctrain.cluster import system
 from hpctrain.errors import exit_codes
 from hpctrain.monitoring.watchdog import evidence, shared_memory
 from hpctrain.monitoring.watchdog.blame import (
@@ -92,7 +93,7 @@ class Watch:
             self._files(self._exchange.clear)
         shared_memory.remove_stale()
         while not self.turn():
-            signal.sigtimedwait({WAKE}, self._interval)
+            system.wait_for_signal(WAKE, self._interval)
 
     def turn(self) -> bool:
         """Observe the ranks once and act on it; return whether no rank is left."""

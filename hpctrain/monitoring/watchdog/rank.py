@@ -10,11 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import shared_memory
 from hpctrain.monitoring.watchdog.limits import LEAST
-from hpctrain.monitoring.watchdog.watched_rank import SIGNAL
 from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
@@ -82,12 +81,14 @@ class Watchdog:
             pid = os.getpid()
             status_file = os.path.abspath(exit_status_file) if exit_status_file else None
             facts = shared_memory.Facts(
-                world.rank, pid, proc.stat(pid).started, status_file, *(dump or ())
+                world.rank, pid, system.stat(pid).started, status_file, *(dump or ())
             )
             name = shared_memory.name(key, node_rank)
             self._part = shared_memory.Part(name, world.local_rank, facts, settings)
             heartbeat.write_to(*self._part.views)
-            faulthandler.register(SIGNAL, self._part.stack, all_threads=True, chain=False)
+            faulthandler.register(
+                system.SPARE_SIGNAL, self._part.stack, all_threads=True, chain=False
+            )
             if self._part.new:
                 self._helper = _start(self._part.path)
         except OSError as error:
@@ -102,8 +103,8 @@ class Watchdog:
         self._heartbeat.write_to_nobody()
         with contextlib.suppress(Exception):  # no error here may end the run
             part.leave()
-            # From here on SIGNAL would end this process; the helper no longer sends it.
-            faulthandler.unregister(SIGNAL)
+            # From here on the signal would end this process; the helper no longer sends it.
+            faulthandler.unregister(system.SPARE_SIGNAL)
             part.close()
             if helper is not None:
                 helper.send_signal(WAKE)

@@ -9,7 +9,7 @@ byte 65536 on the stacks that it writes on a signal of the helper.
 The rank that creates the file starts the helper. Each rank keeps the file locked (flock) while it
 uses it, and the helper removes it when all ranks of the host have their parts, or when nobody has
 it locked. Open files stay usable, and no file is left if a process is killed. Ranks in containers
-that do not share /dev/shm or the pid namespace have separate files.
+that do not share that folder or the pid namespace have separate files.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.process.phases import CLOSED, IDLE
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 PLACE = struct.Struct("@qqdq")
 PART = 1 << 24  # bytes from one part to the next; more than the longest stacks
 FACTS, STACK = 64, 1 << 16  # offsets in a part
-FOLDER = Path("/dev/shm")  # noqa: S108, as `_open_locked` checks the file
+FOLDER = Path(system.shared_folder())
 _PREFIX = "hpctrain-watch"
 _MOST_BYTES = 1 << 20
 
@@ -79,7 +79,7 @@ def name(key: str, node_rank: int) -> str:
         node_rank: number of the host; several simulated hosts may share a machine.
     """
     start = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{proc.namespace()}"
+    return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{system.namespace()}"
 
 
 def views(memory: Any) -> "tuple[memoryview[int], memoryview[float]]":
@@ -119,7 +119,7 @@ class Part:
             undo.callback(os.close, self.stack)
             os.lseek(self.stack, start + STACK, os.SEEK_SET)
             place = PLACE.pack(0, IDLE, time.monotonic(), 0).ljust(FACTS, b"\0")
-            # Write before mapping: a full /dev/shm must cause an error and no SIGBUS.
+            # Write before mapping: a full file system must cause an error and no SIGBUS.
             os.pwrite(self._file, place + json.dumps(asdict(facts)).encode() + b"\n", start)
             memory = undo.enter_context(mmap.mmap(self._file, FACTS, offset=start))
             self.views = views(memory)

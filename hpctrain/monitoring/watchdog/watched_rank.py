@@ -12,16 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from hpctrain.cluster import proc
+from hpctrain.cluster import system
 from hpctrain.monitoring.watchdog import evidence, shared_memory
 from hpctrain.monitoring.watchdog.blame import Sighting
 from hpctrain.monitoring.watchdog.limits import Limits
 from hpctrain.process.phases import IDLE
 
-__all__ = ["SIGNAL", "WatchedRank", "dump_collectives", "write_stacks"]
-
-# Not used by Python, the C library (32, 33 and below SIGRTMIN) or torch (USR2).
-SIGNAL = signal.SIGRTMIN + 10
+__all__ = ["WatchedRank", "dump_collectives", "write_stacks"]
 
 _SECONDS_TO_WRITE = 2.0
 _SECONDS_TO_DUMP = 4.0  # torch looks at the FIFO about once a second
@@ -67,9 +64,7 @@ class WatchedRank(Sighting):
             os.pread(self.file, shared_memory.PLACE.size, self.start)
         )
         self.state = self.process_state()
-        # The kernel shows 0 for a process that waits nowhere.
-        function = proc.text(f"{self.pid}/wchan") if self.state == "D" else ""
-        self.waits_in = function if function != "0" else ""
+        self.waits_in = system.kernel_function(self.pid) if self.state == "D" else ""
         # Count only time in which this process was running: the whole job may be suspended.
         if self.heartbeat != last:
             if before not in ("T", "t"):
@@ -115,7 +110,7 @@ class WatchedRank(Sighting):
 
     def process_state(self) -> str:
         """Return the state letter now; empty if the process has ended."""
-        now = proc.stats([self.pid])
+        now = system.stats([self.pid])
         return now[0].state if now and now[0].started == self.facts.started else ""
 
     def send(self, number: int) -> None:
@@ -130,7 +125,7 @@ class WatchedRank(Sighting):
         if now - self._asked >= _SECONDS_BETWEEN_ASKS:
             self._asked = now
             self._text += len(shared_memory.text_at(self.file, self._text))
-            self.send(SIGNAL)
+            self.send(system.SPARE_SIGNAL)
 
     def stack(self) -> str:
         """Return the stacks that the rank has written since it was last asked."""

@@ -2,11 +2,10 @@
 
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.cluster import proc, slurm
+from hpctrain.cluster import slurm, system
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir.lock.record import Owner, Seen
@@ -94,7 +93,7 @@ def _process_is_alive(owner: Owner, this_start: Owner, age: float) -> tuple[bool
         return None, ""
     if owner.boot != this_start.boot:
         # A heartbeat since this host's boot came from another host of the same name.
-        before_boot = age > time.clock_gettime(time.CLOCK_BOOTTIME)
+        before_boot = age > system.uptime()
         return (False, f"{owner.host} has been rebooted since") if before_boot else (None, "")
     this_process = this_start.namespace, this_start.pid, this_start.started
     if (owner.namespace, owner.pid, owner.started) == this_process:
@@ -113,8 +112,8 @@ def _alive(pid: int, since: int) -> bool | None:
         return False
     except PermissionError:
         pass  # a process of another user, which is alive
-    now = proc.started(pid)
-    return None if now is None else now == since  # /proc may hide processes of other users
+    now = system.started(pid)
+    return None if now is None else now == since  # Linux may hide processes of other users
 
 
 def _now(folder: Path) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import env_vars, proc
+from hpctrain.cluster import env_vars, system
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.texts import user_name
 from hpctrain.process.logging import logger
@@ -208,10 +208,10 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
         # All attempts of one launcher; it begins the next one when the last one has ended.
         launch=launch.partition("/")[0],
         host=socket.gethostname(),
-        boot=proc.text("sys/kernel/random/boot_id"),
-        namespace=proc.namespace(),
+        boot=system.boot(),
+        namespace=system.namespace(),
         pid=os.getpid(),
-        started=proc.started(os.getpid()) or 0,
+        started=system.started(os.getpid()) or 0,
         user=user_name(),
         since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
     )

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpctrain.cluster import system
+
 __all__ = [
     "HEADS",
     "Results",
@@ -234,7 +236,7 @@ def facts(packages: Sequence[str]) -> dict[str, Any]:
         "command": shlex.join(command),
         "machine": {
             "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": len(system.cores()),
             "system": platform.platform(),
             "load": os.getloadavg()[0],
         },
@@ -246,10 +248,7 @@ def facts(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    return system.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

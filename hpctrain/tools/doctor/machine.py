@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hpctrain._version import __version__
-from hpctrain.cluster import commands, env_vars, visible_gpus
+from hpctrain.cluster import commands, env_vars, system, visible_gpus
 from hpctrain.cluster.launchers import Start
 from hpctrain.cluster.texts import first_line
 from hpctrain.errors import HpctrainError, StartError
@@ -46,9 +46,8 @@ if not patched:
 print(found)
 sys.exit(not (patched and {"gloo", "mpi"} & set(built)))
 """
-_SHARED = "/dev/shm"  # noqa: S108 — this path is only read
 _INFINIBAND = Path("/sys/class/infiniband")
-# What InfiniBand verbs register at least, and what Docker gives /dev/shm; both in bytes.
+# What InfiniBand verbs register at least, and what Docker gives the shared memory; both in bytes.
 _LOCKED_BYTES = _DOCKER_SHARED_BYTES = 2**26
 
 
@@ -72,7 +71,7 @@ def examine(
     module, about_torch = import_torch()
     # Choose the device before other code starts CUDA.
     device, about_gpus = check_gpus(module, start, os.environ, undo)
-    cores, on_host = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    cores, on_host = len(system.cores()), os.cpu_count() or 1
     results: dict[str, str | Finding] = {
         "host": start.rendezvous_point.host,
         "system": platform.platform(),
@@ -255,8 +254,11 @@ def check_cores(cores: int, on_host: int, ranks: int, env: Mapping[str, str]) ->
 
 
 def check_shared_memory() -> str | Finding:
-    """Check whether /dev/shm has room for the batches of loader workers."""
-    size, _, free = shutil.disk_usage(_SHARED) if os.path.isdir(_SHARED) else (0, 0, 0)
+    """Check whether the shared memory of Linux has room for the batches of loader workers."""
+    if not system.COMPLETE:
+        return ""
+    folder = system.shared_folder()
+    size, _, free = shutil.disk_usage(folder) if "shm" in folder else (0, 0, 0)
     if free >= _DOCKER_SHARED_BYTES and size > _DOCKER_SHARED_BYTES:
         return ""
     return finding("shared memory.small", free=free / _GIB, size=size / _GIB)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hpctrain.cluster import env_vars, memory
+from hpctrain.cluster import env_vars, memory, system
 from hpctrain.errors import HpctrainError
 from hpctrain.tools.horovod_build.plan import Plan, check_compiler, cxx_standard
 
@@ -195,7 +195,7 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
 def _jobs() -> int:
     """Return how many compilers may run at once: one for each usable core and 2 GiB of memory."""
     free = memory.available() or _BYTES_PER_COMPILER
-    return max(1, min(len(os.sched_getaffinity(0)), free // _BYTES_PER_COMPILER))
+    return max(1, min(len(system.cores()), free // _BYTES_PER_COMPILER))
 
 
 def pip(*arguments: str) -> list[str]:
