@@ -25,7 +25,8 @@ find_python() {
         fi
     done
     fail "found no Python 3.11 or newer
-  fix:      on Debian or Ubuntu: apt-get install python3 python3-venv; on a cluster: module avail python"
+  fix:      on Debian or Ubuntu: apt-get install python3 python3-venv; on a cluster: module avail python;
+            on macOS: brew install python"
 }
 
 # apt-get install, as root only; the first call updates the lists.
@@ -56,9 +57,9 @@ set_up() {
     shift
     # Two calls at once would install into each other's half-made environment.
     exec 9>.venv.lock
-    flock 9
+    if command -v flock >/dev/null; then flock 9; fi # macOS has none
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
-    wanted="$extras $* $(cat setup.cfg setup.py | sha256sum)"
+    wanted="$extras $* $(cat setup.cfg setup.py | cksum)"
     if ! grep -qxF "$wanted" "$stamp" 2>/dev/null; then
         print_line "installing hpctrain${extras:+[$extras]} into $venv (with torch: some minutes, some GB)"
         "$venv/bin/python" -m pip install --disable-pip-version-check -q -e ".${extras:+[$extras]}" \

@@ -4,7 +4,11 @@ Each public name is imported at its first use, so `import hpctrain` is fast and 
 (This file and `__main__` run on any Python 3, so that an old one reports which Python is needed.)
 """
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("hpctrain runs on Linux and macOS; on Windows, install it inside of WSL2")
 
 from hpctrain._lazy import lazy
 from hpctrain._version import __version__

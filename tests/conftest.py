@@ -299,6 +299,8 @@ def child_processes():
 def socket_inodes():
     """Return the inodes of this process's sockets."""
     sockets = set()
+    if not Path("/proc/self/fd").exists():  # on a Mac
+        return sockets
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(link)

@@ -121,6 +121,12 @@ class Options:
         "continue with another number of ranks if some hosts are lost: resumes by default, and "
         "needs --global-batch",
     )
+    device: str = option(
+        "auto",
+        "device of each rank (auto: a GPU of CUDA or ROCm; the GPU of a Mac, mps, for one rank; "
+        "else the CPU)",
+        choices=("auto", "cpu", "cuda", "mps"),
+    )
     backend: str = option(
         "auto",
         "communication backend (auto: ddp for several ranks)",

@@ -7,7 +7,7 @@ from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster import entry_points
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
-from hpctrain.errors import ContradictionError
+from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.rendezvous import KeyValueStore, Rendezvous
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def check(name: str, world: World, device: "torch.device", settings: BackendSett
     Raises:
         UsageError: the backend is not installed, or the settings contradict each other.
     """
+    if device.type == "mps" and name != "single":
+        raise UsageError("HT116.backend-on-a-mac", backend=name)
     _class(name).check(world, device, settings)
 
 

@@ -59,7 +59,7 @@ class Work:
 
 def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Return numbers as one float64 tensor; some of them may be tensors of one element."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.float64)
     # torch.as_tensor would copy a Python number, and wait for all pending work of the device.
     return torch.stack(
@@ -118,6 +118,11 @@ class Backend(ABC):
     def __init__(
         self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None: ...
+
+    @property
+    def device_of_sums(self) -> torch.device:
+        """Device of sums in float64: the CPU of a Mac, whose GPU lacks this type."""
+        return torch.device("cpu") if self.device.type == "mps" else self.device
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:

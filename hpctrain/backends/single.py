@@ -46,8 +46,8 @@ class Single(Backend):
         return tensor[None]
 
     def sum_async(self, numbers: Sequence[Any]) -> Work:
-        """Return the numbers, which are their own sums; on a CPU no tensor is needed."""
-        return Work(numbers if self.device.type == "cpu" else vector(numbers, self.device))
+        """Return the numbers, which are their own sums; only a GPU of CUDA needs a tensor."""
+        return Work(numbers if self.device.type != "cuda" else vector(numbers, self.device))
 
     def broadcast_object(self, thing: T, source: int = 0) -> T:
         """Return the object itself."""

@@ -47,6 +47,8 @@ class Buffers:
             for source, buffer in zip(sources, buffers, strict=True):
                 if source.is_cuda:
                     buffer.copy_(source, non_blocking=True)
+                elif source.device.type == "mps":
+                    buffer.copy_(source)
                 else:
                     on_host.append((buffer.numpy(), source.numpy()))
             _copy(on_host)

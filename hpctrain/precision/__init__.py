@@ -39,7 +39,7 @@ def open_precision(name: str, device: "torch.device", settings: "PrecisionSettin
 
     Args:
         name: a key of the table, or `auto`: bf16 if the device computes in it, fp16 on older GPUs,
-            fp32 on CPUs, where half precision is slower.
+            fp32 on CPUs, where half precision is slower, and on a Mac.
         device: device used by this rank.
         settings: settings of the precision.
 
@@ -60,6 +60,8 @@ def _best(device: "torch.device") -> tuple[str, str]:
     """Return the best precision on a device, and the reason."""
     if device.type == "cpu":
         return "fp32", "as CPUs are faster in it than in half precision"
+    if device.type == "mps":
+        return "fp32", "as on the CPUs of a Mac; bf16 and fp16 are there, too"
     import torch
 
     model = torch.cuda.get_device_name(device)

@@ -83,7 +83,8 @@ class Precision:
             UsageError: the device does not support the precision, or the precision does not
                 support a setting.
         """
-        del device
+        if device.type == "mps" and cls.name not in _ON_A_MAC:
+            raise UsageError("HT402.on-a-mac", precision=cls.name)
         for name, flag, supported in _SETTINGS:
             if getattr(settings, name) is not None and name not in cls.takes:
                 raise UsageError(
@@ -191,7 +192,7 @@ class NonFinite:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
+        self._on_host = device.type != "cuda"
         self._loss: Any = False  # whether a micro-batch of this step had a non-finite loss
         self.skipped: Any = 0
         self.streak: Any = 0
@@ -244,6 +245,8 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
+# What the GPU of a Mac computes in: it lacks fp64, TF32 and fp8. Apex is for CUDA.
+_ON_A_MAC = ("fp32", "bf16", "fp16")
 _SETTINGS = (
     ("loss_scale", "--loss-scale", "fp16, O0, O1, O2 or O3"),
     ("keep_batchnorm_fp32", "--keep-batchnorm-fp32", "O2 or O3"),

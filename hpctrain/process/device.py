@@ -41,28 +41,59 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
     env[visible_gpus.CUDA] = own
 
 
-def choose(world: World, job: Allocation | None, env: Mapping[str, str]) -> torch.device:
-    """Return this rank's GPU and make it the current device; return the CPU if there is no GPU.
+def choose(
+    world: World, job: Allocation | None, env: Mapping[str, str], name: str = "auto"
+) -> torch.device:
+    """Return the device of this rank; a GPU becomes the current device.
 
     Args:
         world: place of this rank.
         job: job of the scheduler; an error is raised if torch cannot use its GPUs.
         env: environment with the variables that select the visible GPUs.
+        name: kind of device: cpu, cuda, mps, or auto: a GPU of CUDA or ROCm, the GPU of a Mac for
+            one rank, else the CPU.
 
     Raises:
-        UsageError: this host has more ranks than GPUs, or torch cannot use the job's GPUs.
+        UsageError: this host has more ranks than GPUs, or torch cannot use the job's GPUs, or the
+            device is not there.
     """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "mps" or (name == "auto" and torch.backends.mps.is_available()):
+        return _of_a_mac(world, name)
     if torch.version.hip:
         visible_gpus.check_rocm(env)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if not usable:
-        _check_idle_gpus(job, env, [str(warning.message) for warning in caught])
+        texts = [str(warning.message) for warning in caught]
+        if name == "cuda":
+            reason, _ = no_gpu_reason(texts)
+            raise UsageError("HT116.device-unusable", device=name, torch=torch, reason=reason)
+        _check_idle_gpus(job, env, texts)
         return torch.device("cpu")
     device = torch.device("cuda", index_of(world, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def _of_a_mac(world: World, name: str) -> torch.device:
+    """Return the GPU of a Mac, which only one rank can use: gloo cannot carry its tensors.
+
+    Source: pytorch issue 160732.
+    """
+    if not torch.backends.mps.is_available():
+        reason = "it is the GPU of a Mac"
+        raise UsageError("HT116.device-unusable", device=name, torch=torch, reason=reason)
+    if world.world_size == 1:
+        return torch.device("mps")
+    if name == "mps":
+        raise UsageError("HT116.several-ranks-on-a-mac", world_size=world.world_size)
+    if world.rank == 0:
+        ranks = world.world_size
+        logger.info("%d ranks on the CPU: gloo cannot carry tensors of the Mac's GPU", ranks)
+    return torch.device("cpu")
 
 
 def _check_idle_gpus(

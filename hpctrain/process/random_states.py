@@ -22,6 +22,8 @@ def seed(number: int, device: torch.device, everything: bool) -> None:
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
+    elif device.type == "mps":
+        torch.mps.manual_seed(number)
     if everything:
         random.seed(number)
         numpy.random.seed(number % 2**32)  # NumPy's largest seed is 2**32 - 1
@@ -36,6 +38,8 @@ def capture(device: torch.device) -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
     kind, keys, *rest = numpy.random.get_state()
     states["numpy"] = (kind, [int(key) for key in keys], *rest)
     return states
@@ -53,6 +57,8 @@ def put_back(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+    elif device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"])
     kind, keys, *rest = states["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 

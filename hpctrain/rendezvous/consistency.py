@@ -69,6 +69,7 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
         "gpu": _gpu(device) if cuda else None,
         "gpu_name": torch.cuda.get_device_name(device) if cuda else None,
         "versions": {
+            "system": platform.system(),
             "hpctrain": __version__,
             "python": platform.python_version(),
             "torch": str(torch.__version__),
@@ -200,6 +201,9 @@ def _other_values(ranks: _Ranks) -> Iterator[Difference]:
     Different scripts are an error: two programs in one step, each with its own rank 0, would share
     one key. For commands, GPU models and network settings only the user can decide.
     """
+    system = methodcaller("get", "system")
+    label = "operating systems differ:"
+    yield from ranks.compare("versions", system, "system", label, "HT208.systems", True)
     for name in _VERSIONS:
         one, wrong = itemgetter(name), name != "python"
         yield from ranks.compare("versions", one, name, name, "HT208.versions", wrong)

@@ -44,8 +44,8 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
         except (TypeError, ValueError, RuntimeError):
             raise UsageError("HT602.sum-of-no-number", kind=type(value).__name__) from None
     # Always two sums of the same lengths: a rank without samples has 0 where another has 0.5.
-    sums, fractional = backend.sum(whole.to(backend.device)).tolist()
-    rest = backend.sum(parts.to(backend.device)).tolist()
+    sums, fractional = backend.sum(whole.to(backend.device_of_sums)).tolist()
+    rest = backend.sum(parts.to(backend.device_of_sums)).tolist()
     return tuple(n + r if f else n for n, f, r in zip(sums, fractional, rest, strict=True))
 
 
@@ -104,7 +104,7 @@ class Classification:
         self._backend = backend
         self._classes = classes
         self._events = events or Events()
-        device = backend.device
+        device, self._device = backend.device_of_sums, backend.device
         # Tensors created in inference_mode could not be changed outside of it.
         with torch.inference_mode(False):
             # By row of the table below: the class, or -1 for a row without a class.
@@ -133,6 +133,7 @@ class Classification:
             UsageError: shapes, types or devices do not fit.
         """
         self._check(outputs, targets)
+        outputs, targets = outputs.to(self._loss.device), targets.to(self._loss.device)
         # The conversion is exact, so the order of the outputs stays the same.
         outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
         rows = (targets.long() + 1).clamp(0, self._classes + 1)
@@ -150,8 +151,7 @@ class Classification:
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check the properties of a batch that do not depend on its numbers."""
-        device = self._loss.device
-        batch = ""
+        device, batch = self._device, ""
         if outputs.dim() != 2 or outputs.shape[1] != self._classes:
             batch = f"outputs of shape {tuple(outputs.shape)}"
         elif targets.shape != outputs.shape[:1]:

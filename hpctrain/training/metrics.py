@@ -77,7 +77,7 @@ class Metrics:
         self, backend: Backend, directory: RunDirectory, keep: int, events: Events | None = None
     ) -> None:
         self._backend, self._events = backend, events or Events()
-        self._on_host = backend.device.type == "cpu"
+        self._on_host = backend.device.type != "cuda"
         self._in_order = torch.are_deterministic_algorithms_enabled() and backend.world_size > 2
         self._now: dict[str, _Sum] = {}  # values of the current step
         self._window: dict[str, _Sum] | None = None  # values of the steps since the last row

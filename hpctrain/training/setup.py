@@ -135,7 +135,7 @@ def _equip(
     try:
         undo.callback(file_limit.make_room(world.world_size))
         device.take_slice(world, env, undo)
-        chosen = device.choose(world, start.allocation, env)
+        chosen = device.choose(world, start.allocation, env, options.device)
         numbers = precision.open_precision(
             options.precision,
             chosen,

@@ -109,7 +109,7 @@ class TokenCount:
         return 2.0 ** math.floor(math.log2(max(mean, 1.0)))
 
     def _tensor(self, count: Any) -> Tensor:
-        device = self._backend.device
+        device = self._backend.device_of_sums
         if isinstance(count, Tensor):
             return count.to(device, torch.float64, copy=True)
         return torch.full((), float(count), dtype=torch.float64, device=device)

@@ -296,6 +296,14 @@ def test_old_python_is_refused_with_one_line(monkeypatch, capsys, version):
     assert "needs Python 3.11 or newer, this is {}.{}".format(*version) in output.err
 
 
+def test_import_on_windows_says_where_hpctrain_runs():
+    code = "import sys; sys.platform = 'win32'; import hpctrain"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.endswith(
+        "ImportError: hpctrain runs on Linux and macOS; on Windows, install it inside of WSL2\n"
+    )
+
+
 def test_oldest_python_is_that_of_requires_python():
     from importlib.metadata import metadata
 

@@ -12,6 +12,10 @@ import ranks
 import torch
 
 import hpctrain
+from hpctrain import backends
+from hpctrain.backends.settings import BackendSettings
+from hpctrain.cluster.world import World
+from hpctrain.precision import PRECISIONS, PrecisionSettings, open_precision
 from hpctrain.process import device
 
 CUDA = "CUDA_VISIBLE_DEVICES"
@@ -216,3 +220,69 @@ def test_gpu_that_torch_cannot_use_is_a_warning_outside_of_a_job():
     assert "nvidia-smi" in line
     (lines,) = ranks.values(ranks.run(1, warnings_of_session, env={CUDA: ""}))
     assert lines == []
+
+
+# The GPU of a Mac, of which torch says here that it is there.
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+
+
+def chosen(size, rank=0, name="auto"):
+    world = World(rank, size, rank, size, 0, 1, ("mac",), "hpctrain")
+    return device.choose(world, None, {}, name).type
+
+
+def test_one_process_uses_the_gpu_of_a_mac_and_several_use_the_cpu(mac, caplog):
+    caplog.set_level("INFO", "hpctrain")
+    assert [chosen(1), chosen(1, name="mps"), chosen(1, name="cpu")] == ["mps", "mps", "cpu"]
+    assert caplog.text == ""
+    assert [chosen(2, rank) for rank in range(2)] == ["cpu", "cpu"]
+    assert caplog.text.count("2 ranks on the CPU: gloo cannot carry") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "expected"),
+    [(2, "mps", "--device mps with 2 ranks"), (1, "cuda", "--device cuda, and torch")],
+)
+def test_device_that_a_mac_lacks_is_refused(mac, size, name, expected):
+    with pytest.raises(hpctrain.HpctrainError, match=expected) as refused:
+        chosen(size, name=name)
+    assert refused.value.code == "HT116"
+
+
+def test_gpu_of_a_mac_is_refused_elsewhere():
+    with pytest.raises(hpctrain.HpctrainError, match="it is the GPU of a Mac"):
+        chosen(1, name="mps")
+
+
+def test_ranks_stay_on_the_cpu_if_told_so():
+    (type_, *_), _ = ranks.values(ranks.run(2, open_on_cpu))
+    assert type_ == "cpu"
+
+
+def open_on_cpu():
+    with hpctrain.Session(batch_size=1, device="cpu") as session:
+        return session.device.type, session.sum(1)
+
+
+def test_backend_of_several_ranks_is_refused_on_the_gpu_of_a_mac():
+    world = World(0, 1, 0, 1, 0, 1, ("mac",), "none")
+    settings = BackendSettings(10.0, 10.0, 1, False, False, "fp32", {})
+    with pytest.raises(hpctrain.HpctrainError, match="--backend ddp on the GPU of a Mac"):
+        backends.check("ddp", world, torch.device("mps"), settings)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_gpu_of_a_mac_has_three_precisions(name):
+    settings = PrecisionSettings(None, None, 1)
+    mps = torch.device("mps")
+    if name in ("fp32", "bf16", "fp16"):
+        assert open_precision(name, mps, settings).name == name
+        assert open_precision("auto", mps, settings).name == "fp32"
+    else:
+        with pytest.raises(hpctrain.HpctrainError, match=f"{name} on the GPU of a Mac") as refused:
+            open_precision(name, mps, settings)
+        assert refused.value.code == "HT402"

@@ -55,6 +55,7 @@ def test_equal_ranks_pass_the_consistency_check(equal_entries, caplog):
             "at ranks 0, 1 and 3 on node1 and node2; 2.6.0 at rank 2 on node2",
         ),
         ("HT208", "versions/cuda", "11.8", "11.8 at rank 2 on node2"),
+        ("HT208", "versions/system", "Darwin", "operating systems differ: Linux at ranks"),
         (
             "HT208",
             "versions/nccl",

