@@ -1,7 +1,6 @@
 """The same script on a Mac: what macOS lacks is taken away from Linux (support/like_macos)."""
 
 import re
-import signal
 import subprocess
 
 import launches
@@ -69,6 +68,7 @@ def test_losses_on_a_mac_are_those_on_linux(launcher, reproducibility_reference,
     command = [*launcher, str(launches.TWICE), *launches.PARITY]
     done = launches.start(command, tmp_path, **MAC)
     assert done.returncode == 0, done.stderr
+    assert "imports its modules itself" not in done.stderr  # none was to be forked
     launches.same_losses(tmp_path, reproducibility_reference)
 
 
@@ -83,7 +83,8 @@ def test_run_continues_bit_for_bit_after_kill_9_of_a_rank(train, tmp_path):
     assert done.returncode == 0, done.stderr
     expected = weights(tmp_path)
     (tmp_path / "weights.pt").unlink()
-    assert train("--die-at", "7", launcher=TWO).returncode == 128 + signal.SIGKILL
+    done = train("--die-at", "7", launcher=TWO)
+    assert "rank 1 failed first, with signal SIGKILL" in done.stderr
     done = train("--resume", launcher=TWO)
     assert done.returncode == 0, done.stderr
     assert "step 00000006" in done.stderr or "step 6" in done.stderr
@@ -104,7 +105,8 @@ def test_loader_workers_start_by_spawn_and_change_no_number(train, tmp_path):
 def test_watchdog_ends_a_run_that_hangs_and_shows_where(train):
     done = train("--hang-at", "5", "--timeout", "15", launcher=TWO)
     assert done.returncode != 0
-    assert re.search(r"train\.py, line \d+", done.stderr), done.stderr
+    assert "HT659" in done.stderr
+    assert re.search(r'File ".*/train\.py", line \d+ in main', done.stderr)
 
 
 def test_ranks_end_with_a_killed_launcher(train, tmp_path):
@@ -135,6 +137,21 @@ def test_script_without_a_guard_is_told_what_to_change(tmp_path):
     done = launches.start([launches.PYTHON, "train.py", "--workers", "1"], tmp_path, **MAC)
     assert (done.returncode, done.stderr.count("HT109")) == (2, 1)
     assert "Traceback" not in done.stderr
+
+
+def test_session_outside_of_the_guard_is_told_what_to_change(tmp_path):
+    """As in a script that makes its own loader below the guard."""
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, hpctrain\n"
+        "session = hpctrain.Session(batch_size=1).__enter__()\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.Process(target=print)\n"
+        "    worker.start(); worker.join(); raise SystemExit(worker.exitcode)\n"
+    )
+    done = launches.start([launches.PYTHON, "train.py"], tmp_path, **MAC)
+    assert done.returncode == 2, done.stderr
+    assert "runs train.py from its first line" in done.stderr
+    assert "HT109" in done.stderr
 
 
 COMMANDS = [
