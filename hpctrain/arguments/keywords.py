@@ -48,6 +48,7 @@ class Keywords(TypedDict, total=False):
     resume_from: str | PathLike[str] | None
     restore: str
     elastic: bool
+    device: str
     backend: str
     precision: str
     loss_scale: float | str | None

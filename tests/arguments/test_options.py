@@ -31,7 +31,7 @@ def test_session_takes_a_parsed_command_line_or_a_dict(given):
 def test_every_option_reaches_its_field():
     line = (
         "--run-dir there --no-resume --resume-from before --restore model --elastic "
-        "--backend ddp --precision O2 --loss-scale 128 "
+        "--device cpu --backend ddp --precision O2 --loss-scale 128 "
         "--no-keep-batchnorm-fp32 --max-nonfinite 9 --check-replicas-every 7 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
         "--deterministic --workers 4 --sync-batchnorm --no-channels-last --compile --log-every 1 "
@@ -47,7 +47,7 @@ def test_every_option_reaches_its_field():
     })  # fmt: skip
     assert read == Options(
         run_dir="there", resume=False, resume_from="before", restore="model", elastic=True,
-        backend="ddp", precision="O2",
+        device="cpu", backend="ddp", precision="O2",
         loss_scale=128.0, keep_batchnorm_fp32=False, max_nonfinite=9, check_replicas_every=7,
         global_batch=96, batch_size=8, accumulate=3, epochs=2, max_steps=7, seed=5,
         deterministic=True, workers=4, sync_batchnorm=True, channels_last=False, compile=True,

@@ -47,7 +47,7 @@ def like_timm():
     ("make", "names"),
     [
         (like_nanogpt, "backend, batch_size, compile"),
-        (like_detr, "batch_size, epochs, resume, seed"),
+        (like_detr, "batch_size, device, epochs, resume, seed"),
         (like_timm, "channels_last, epochs, seed, workers"),
     ],
 )

@@ -165,7 +165,6 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.slow
 def test_commands_work_on_a_mac(train, tmp_path):
     assert train().returncode == 0
     for command in COMMANDS:
