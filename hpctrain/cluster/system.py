@@ -9,7 +9,6 @@ macOS.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -295,6 +294,8 @@ def show(command: Sequence[str], environ: Mapping[str, str]) -> bool:
     Returns:
         Whether they do.
     """
+    import ctypes
+
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
     variables = b"".join(os.fsencode(f"{name}={environ[name]}") + b"\0" for name in environ)
     # The kernel reads them as long as the process lives.
@@ -384,6 +385,8 @@ def _tasks(pid: int) -> list[str]:
 
 def _prctl(*values: Any) -> bool:
     """Call prctl(2); return whether it is there and succeeds."""
+    import ctypes
+
     try:
         function = ctypes.CDLL(None).prctl
     except AttributeError:

@@ -57,7 +57,8 @@ def test_ps_tells_what_proc_tells(child, monkeypatch):
     exact, start, age = (one(child.pid) for one in (system.stat, system.start_time, system.age))
     monkeypatch.setattr(system, "COMPLETE", False)
     found = system.stat(child.pid)
-    assert (found.state, found.parent) == (exact.state, exact.parent)
+    assert found.state in "RS"
+    assert found.parent == exact.parent
     assert abs(found.seconds - exact.seconds) < 2
     assert abs(found.started - start) <= 1
     assert system.start_time(child.pid) == system.started(child.pid) == found.started
