@@ -21,6 +21,9 @@ BEFORE = {
         "hpctrain export runs/before weights",
     ),
     "docs/imagenet.md": ("python train.py --run-dir runs/imagenet-4711",),
+    "docs/runs.md": (
+        "python train.py --run-dir runs/a --epochs 500 --max-steps 500 --checkpoint-every 500",
+    ),
     "docs/report.md": tuple(
         f"python train.py --run-dir runs/{name}" for name in ("imagenet-4711", "a", "b")
     ),
