@@ -452,7 +452,10 @@ def uptime() -> float:
 
 def boot() -> str:
     """Return a name of this boot of the machine; empty if it has none."""
-    return _text("sys/kernel/random/boot_id") or _output("sysctl", "-n", "kern.bootsessionuuid")
+    if COMPLETE:
+        return _text("sys/kernel/random/boot_id")
+    # The first process has started with the machine.
+    return _output("sysctl", "-n", "kern.bootsessionuuid").strip() or str(started(1) or "")
 
 
 # --- files and networks
