@@ -7,8 +7,9 @@ not counted. The arms take turns. Each is compared with the baseline of its own 
 a script that does not use hpctrain. Most of the time is spent on imports, so other load on the
 machine slows all arms.
 
-The first step is that of a package without torch in its first file, with four ranks: a model in
-DistributedDataParallel, a backward pass, and a step of SGD, for which torch imports its compiler.
+The first steps are taken by four ranks. One is that of a package without torch in its first file: a
+model in DistributedDataParallel, a backward pass, and a step of SGD, for which torch imports its
+compiler. The other is that of examples/mnist.py, until its line in the log.
 
 Two counts need no quiet machine, and are taken once: the calls to the file system of the whole
 start (`strace -f -e trace=file`, where it is installed), and the private memory of all ranks after
@@ -88,15 +89,28 @@ ARMS = {
     "hpctrain run, Session": (RUN, "with_session.py"),
     "hpctrain run --fresh-interpreters, baseline": (FRESH, "baseline.py"),
 }
-STEPS = {"torchrun": TORCHRUN, "hpctrain run": RUN}
 RANKS_OF_STEPS = 4
+STEPS = {
+    "torchrun": (*TORCHRUN, str(RANKS_OF_STEPS)),
+    "hpctrain run": (*RUN, str(RANKS_OF_STEPS)),
+}
+MNIST = Path(__file__).resolve().parents[1] / "examples" / "mnist.py"
+# Script or module with its arguments, the text at its first step, and how many ranks print it.
+FIRST_STEPS = {
+    "a package": (["-m", "lab"], READY, RANKS_OF_STEPS),
+    "mnist.py": (
+        [str(MNIST), "--data", "digits", "--global-batch", "64", "--max-steps", "1"],
+        "step 1/1 ",
+        1,
+    ),
+}
 # Of OURS, by ranks.
 TARGETS = {2: {"ratio": "≤ 0.55"}, 8: {"ratio": "≤ 0.3"}}
 COUNTED = {8: {"calls": "≤ 0.2", "private_mb": "≤ 0.25"}}
 
 
-def seconds(command: Sequence[str], ranks: int, folder: str) -> dict[str, float]:
-    """Return the seconds from before the start until each rank is ready.
+def seconds(command: Sequence[str], times: int, folder: str, text: str = READY) -> dict[str, float]:
+    """Return the seconds from before the start until a text was printed so many times.
 
     Raises:
         SystemExit: the command failed, or it ran longer than the timeout.
@@ -115,7 +129,7 @@ def seconds(command: Sequence[str], ranks: int, folder: str) -> dict[str, float]
         alarm.start()
         for line in process.stdout or ():
             output += line
-            if READY in line and output.count(READY) == ranks:
+            if text in line and output.count(text) == times:
                 took = time.perf_counter() - start
         alarm.cancel()
     if process.returncode or not took:
@@ -151,14 +165,13 @@ def measure(arguments: argparse.Namespace) -> Results:
         for name, text in SCRIPTS.items():
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_text(text)
-        package = {
-            name: partial(
-                seconds, [*launcher, str(RANKS_OF_STEPS), "-m", "lab"], RANKS_OF_STEPS, folder
-            )
-            for name, launcher in STEPS.items()
-        }
-        times = take_turns(package, arguments.rounds, warm_up=1)
-        results[f"{RANKS_OF_STEPS} ranks, first step of a package"] = compare(times, "torchrun")
+        for what, (words, text, printed) in FIRST_STEPS.items():
+            steps = {
+                name: partial(seconds, [*launcher, *words], printed, folder, text)
+                for name, launcher in STEPS.items()
+            }
+            times = take_turns(steps, arguments.rounds, warm_up=1)
+            results[f"{RANKS_OF_STEPS} ranks, first step of {what}"] = compare(times, "torchrun")
         for ranks in arguments.ranks:
             commands = {
                 name: [*launcher, str(ranks), script] for name, (launcher, script) in ARMS.items()
