@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster import commands, env_vars, proc, slurm
+from hpctrain.cluster import commands, env_vars, slurm, system
 from hpctrain.cluster.hostlist import expand
 
 #: Kinds of faults: what each does.
@@ -145,7 +145,7 @@ def send(kind: str, seed: int) -> None:
         return
     rank, pid = random.Random(seed).choice(sorted(found.items()))
     if kind == "step":
-        print((proc.environment(pid) or {}).get("SLURM_STEP_ID", ""))
+        print((system.environment(pid) or {}).get("SLURM_STEP_ID", ""))
         return
     os.kill(pid, signal.Signals[kind])
     print(f"local rank {rank}, process {pid}")
@@ -161,7 +161,7 @@ def ranks(env: Mapping[str, str]) -> dict[int, int]:
     """
     found: dict[int, dict[str, str]] = {}
     for path in Path("/proc").glob("[0-9]*"):
-        environ = proc.environment(int(path.name)) or {}
+        environ = system.environment(int(path.name)) or {}
         same_job = environ.get("SLURM_JOB_ID") == env.get("SLURM_JOB_ID")
         if same_job and environ.get(_RANK, "").isdecimal():
             found[int(path.name)] = environ
@@ -170,7 +170,7 @@ def ranks(env: Mapping[str, str]) -> dict[int, int]:
     processes = {}
     for pid, environ in found.items():
         with contextlib.suppress(OSError):  # it has just ended
-            if attempts[pid] == first and proc.stat(pid).parent not in found:
+            if attempts[pid] == first and system.stat(pid).parent not in found:
                 processes[int(environ[_RANK])] = pid
     return processes
 
