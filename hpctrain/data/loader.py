@@ -112,9 +112,12 @@ def _check_guard(loader: "DataLoader[Any]") -> None:
     Raises:
         UsageError: it would train again in each of them.
     """
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     script = getattr(sys.modules["__main__"], "__file__", None)
-    if not loader.num_workers or not script or method == "fork":
+    if not loader.num_workers or not script:
+        return
+    # To ask for the method fixes it, as the start of a worker does.
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "fork":
         return
     try:
         has_guard = "__name__" in Path(script).read_text(errors="replace")

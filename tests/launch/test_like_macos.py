@@ -142,6 +142,14 @@ def test_script_without_a_guard_is_told_what_to_change(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_loader_without_workers_leaves_the_start_method_to_the_script(tmp_path):
+    script = SCRIPT.replace("    main()", "    main(); multiprocessing.set_start_method('spawn')")
+    (tmp_path / "train.py").write_text(f"import multiprocessing\n{script}")
+    command = [launches.PYTHON, "train.py", "--run-dir", "run", "--workers", "0"]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_session_outside_of_the_guard_is_told_what_to_change(tmp_path):
     """As in a script that makes its own loader below the guard."""
     (tmp_path / "train.py").write_text(
