@@ -14,6 +14,7 @@ from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankMissingError
+from hpctrain.process.device import sums_on_host
 from hpctrain.process.heartbeat import Heartbeat
 from hpctrain.rendezvous import Rendezvous
 
@@ -59,7 +60,7 @@ class Work:
 
 def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Return numbers as one float64 tensor; some of them may be tensors of one element."""
-    if device.type != "cuda":
+    if sums_on_host(device):
         return torch.tensor(numbers, dtype=torch.float64)
     # torch.as_tensor would copy a Python number, and wait for all pending work of the device.
     return torch.stack(
@@ -121,8 +122,8 @@ class Backend(ABC):
 
     @property
     def device_of_sums(self) -> torch.device:
-        """Device of sums in float64: the CPU of a Mac, whose GPU lacks this type."""
-        return torch.device("cpu") if self.device.type == "mps" else self.device
+        """Device of sums in float64."""
+        return torch.device("cpu") if sums_on_host(self.device) else self.device
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:

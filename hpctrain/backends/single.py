@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.settings import BackendSettings
+from hpctrain.process.device import sums_on_host
 from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Single"]
@@ -46,8 +47,8 @@ class Single(Backend):
         return tensor[None]
 
     def sum_async(self, numbers: Sequence[Any]) -> Work:
-        """Return the numbers, which are their own sums; only a GPU of CUDA needs a tensor."""
-        return Work(numbers if self.device.type != "cuda" else vector(numbers, self.device))
+        """Return the numbers, which are their own sums; on the host without a tensor."""
+        return Work(numbers if sums_on_host(self.device) else vector(numbers, self.device))
 
     def broadcast_object(self, thing: T, source: int = 0) -> T:
         """Return the object itself."""

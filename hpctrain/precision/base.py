@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hpctrain.errors import UsageError
 from hpctrain.precision.scaler import LossScaler
+from hpctrain.process.device import sums_on_host
 
 __all__ = ["NonFinite", "Precision", "PrecisionSettings", "refuse_older_gpus"]
 
@@ -192,7 +193,7 @@ class NonFinite:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type != "cuda"
+        self._on_host = sums_on_host(device)
         self._loss: Any = False  # whether a micro-batch of this step had a non-finite loss
         self.skipped: Any = 0
         self.streak: Any = 0

@@ -13,10 +13,15 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
-__all__ = ["choose", "index_of", "no_gpu_reason", "take_slice"]
+__all__ = ["choose", "index_of", "no_gpu_reason", "sums_on_host", "take_slice"]
 
 # Not as an export before srun, because srun sets the variable again in each task.
 _HIDE = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
+
+
+def sums_on_host(device: torch.device) -> bool:
+    """Check whether the host keeps the sums of a device: the GPU of a Mac has no float64."""
+    return device.type in ("cpu", "mps")
 
 
 def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> None:

@@ -20,6 +20,7 @@ from hpctrain import rundir
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
 from hpctrain.monitoring.progress import clock
+from hpctrain.process.device import sums_on_host
 from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
 from hpctrain.rundir import POSITIONS, RunDirectory
@@ -77,7 +78,7 @@ class Metrics:
         self, backend: Backend, directory: RunDirectory, keep: int, events: Events | None = None
     ) -> None:
         self._backend, self._events = backend, events or Events()
-        self._on_host = backend.device.type != "cuda"
+        self._on_host = sums_on_host(backend.device)
         self._in_order = torch.are_deterministic_algorithms_enabled() and backend.world_size > 2
         self._now: dict[str, _Sum] = {}  # values of the current step
         self._window: dict[str, _Sum] | None = None  # values of the steps since the last row

@@ -268,7 +268,8 @@ def test_doctor_threads_and_cores(cores, on_host, local_ranks, env, expected, wo
     ],
 )
 def test_doctor_shared_memory(monkeypatch, tmp_path, size, free, expected):
-    monkeypatch.setattr(machine, "_SHARED", str(tmp_path / "absent" if size == 0 else tmp_path))
+    folder = "/tmp" if size == 0 else "/dev/shm"
+    monkeypatch.setattr(machine.system, "shared_folder", lambda: folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: (size, size - free, free))
     result = machine.check_shared_memory()
     assert level(result) == expected
