@@ -90,9 +90,10 @@ def check(name: str, world: World, device: "torch.device", settings: BackendSett
     Raises:
         UsageError: the backend is not installed, or the settings contradict each other.
     """
+    backend = _class(name)
     if device.type == "mps" and name != "single":
         raise UsageError("HT116.backend-on-a-mac", backend=name)
-    _class(name).check(world, device, settings)
+    backend.check(world, device, settings)
 
 
 def open_backend(
