@@ -56,7 +56,6 @@ BENCHMARKS = {
     "checkpoint": Benchmark("--rounds 2 --megabytes 100"),
     "checkpoint_ranks": Benchmark("--rounds 2 --megabytes 20"),
     "fsdp": Benchmark("--rounds 2 --steps 2"),
-    "memory_checkpoint": Benchmark("--rounds 2 --megabytes 20"),
     "precision": Benchmark("--seconds 2", no_gpu, "--seconds 6"),
     "imagenet": Benchmark("--rounds 2 --steps 2", no_gpu, "--rounds 8 --steps 10"),
     "gpt": Benchmark("--rounds 2 --steps 1", no_gpu, ""),

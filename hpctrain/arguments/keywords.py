@@ -75,7 +75,6 @@ class Keywords(TypedDict, total=False):
     compile: bool
     log_every: int
     checkpoint_every: int | None
-    memory_checkpoint_every: int
     checkpoint_minutes: float | None
     keep_checkpoints: int
     checkpoint_frozen: bool

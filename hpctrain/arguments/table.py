@@ -228,9 +228,6 @@ class Options:
         COUNT,
         metavar="STEPS",
     )
-    memory_checkpoint_every: int = option(
-        0, "steps between copies of the state in memory, for restarts", FROM_ZERO, metavar="STEPS"
-    )
     checkpoint_minutes: float | None = option(
         None,
         "minutes between two checkpoints, besides the end of each epoch",

@@ -114,11 +114,6 @@ class Snapshot:
     writers: set[int] = field(default_factory=set)
     events: list[torch.cuda.Event] = field(default_factory=list)
 
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors that are written; a storage that several share counts once."""
-        return sum(source.numel() for source in self.sources())
-
     def sources(self) -> list[Tensor]:
         """Return the memory of all tensors that are written, as bytes."""
         storages = [

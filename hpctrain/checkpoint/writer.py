@@ -52,8 +52,6 @@ class Writer:
             too. Higher is better, lower if the name ends in "loss".
         commit: context manager around the renames and removals. It raises CheckpointError if
             another start has replaced this one; then nothing is renamed or removed.
-        room: function that is called with the bytes of a state before it is copied, and raises
-            CheckpointError if there is no room for them.
         team: ranks that write together (default: this process alone).
         clock: function that returns seconds, to measure a save; tests replace it.
 
@@ -70,13 +68,11 @@ class Writer:
         keep: int = 3,
         best: str | None = None,
         commit: Callable[[], AbstractContextManager[None]] = nullcontext,
-        room: Callable[[int], None] | None = None,
         team: Team | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._team = team or Team()
         self._folder = Folder(directory, keep, best, commit, self._team)
-        self._room = room
         self._clock = clock
         self._buffers = Buffers()
         self._structures: dict[str, bytes] = {}
@@ -94,7 +90,7 @@ class Writer:
             step, state, facts: as for `prepare`.
 
         Raises:
-            UsageError, CheckpointError: as for `prepare`.
+            UsageError: as for `prepare`.
         """
         self.start(self.prepare(step, state, facts))
 
@@ -115,15 +111,12 @@ class Writer:
 
         Raises:
             UsageError: the state contains values that cannot be loaded again; nothing is written.
-            CheckpointError: `room` has raised it; nothing is written.
         """
         self._join()
         begin = self._clock()
         folder = self._folder.temporary(step)  # first: all ranks count their saves
         snapshot = freeze(state, self._structures, extents)
         plan(snapshot, self._team)
-        if self._room is not None:
-            self._room(snapshot.size)
         # As a manifest returns them, with string keys.
         copy = dict(json.loads(json.dumps(dict(facts))))
         return Save(step, snapshot, copy, begin, folder)

@@ -31,7 +31,6 @@ CACHE = "HPCTRAIN_CACHE"  # folder for files that can be created again
 EXIT_STATUS_FILE = "HPCTRAIN_EXIT_STATUS_FILE"  # exit status file, written by rank 0
 EVIDENCE = "HPCTRAIN_EVIDENCE"  # folder for the ranks' failure records
 STOP_FILE = "HPCTRAIN_STOP_FILE"  # file that makes the run save and exit
-MEMORY = "HPCTRAIN_MEMORY"  # folder in memory for copies of the state
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
 FRESH = "HPCTRAIN_FRESH_INTERPRETERS"  # 1: no rank is forked from a process that has imported torch
@@ -52,7 +51,7 @@ WORLD = (
 # Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
 _OF_ONE_RANK = (
     *(*WORLD, LAUNCHER, HOSTNAME, START, LAUNCHED, MAIN_ADDRESS, MAIN_PORT),
-    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, MEMORY, SCRATCH, COMMIT, AGENT, BEGAN),
+    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, SCRATCH, COMMIT, AGENT, BEGAN),
 )
 _OF_LAUNCHERS = (
     # torchrun, and env://

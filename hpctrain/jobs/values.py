@@ -31,7 +31,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 # Variables of the script and of `hpctrain run`.
 SCRIPT_VARIABLES = (
     *("HPCTRAIN_RUN_DIR", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP_FILE"),
-    *("HPCTRAIN_EXIT_STATUS_FILE", "HPCTRAIN_MEMORY", "HPCTRAIN_SITE", "file"),
+    *("HPCTRAIN_EXIT_STATUS_FILE", "HPCTRAIN_SITE", "file"),
 )
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
 _FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)

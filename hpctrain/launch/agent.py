@@ -45,7 +45,6 @@ from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import ForkServer, Rank, Started
 from hpctrain.launch.staging import staged
 from hpctrain.launch.stores import Stores
-from hpctrain.process import shared_memory
 from hpctrain.rendezvous import Answer, Roster, meet, shared_errors
 
 __all__ = ["main", "run"]
@@ -71,9 +70,6 @@ def main() -> int:
         _make_temporary_folder()
     plan = Plan(**json.loads(os.environ[env_vars.AGENT]))
     env = {name: value for name, value in os.environ.items() if name != env_vars.AGENT}
-    if plan.frees:
-        shared_memory.remove(Path(env[env_vars.MEMORY]))
-        return exit_codes.DONE
     try:
         start = launchers.survey()
         cores.widen(env)
@@ -117,9 +113,6 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         StartError: not all agents have connected, the system cannot start more processes, or a
             host has failed its check.
     """
-    shared_memory.remove_abandoned(env.get(env_vars.MEMORY, ""))
-    if env.get(env_vars.MEMORY):
-        shared_memory.hold(Path(env[env_vars.MEMORY]))
     stores = Stores(bool(world.on_one_host)) if world.rank == 0 else None
     try:
         entry = {
@@ -144,7 +137,6 @@ def run(plan: Plan, world: World, point: RendezvousPoint, env: Mapping[str, str]
         if stores is not None:
             end = replace(end, connected=stores.used)
     finally:
-        shared_memory.keep(env.get(env_vars.MEMORY, ""))
         if stores is not None:
             stores.close()
     host_ends.write(end, Path(plan.folder), str(start.met.world.node_rank))

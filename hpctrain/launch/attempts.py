@@ -25,7 +25,7 @@ from hpctrain.launch.host_ends import FirstFailure, HostsEnd
 from hpctrain.launch.job_hosts import Attempt, JobHosts
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
-from hpctrain.process import failure_record, shared_memory
+from hpctrain.process import failure_record
 from hpctrain.rundir import effective_time, host_ledger
 from hpctrain.rundir.exit_status import read_exit_status
 from hpctrain.rundir.used import used_so_far
@@ -207,9 +207,6 @@ def run(
         env_vars.LAUNCHED: str(time.time()),
         env_vars.RUN_DIR: str(directory.path.absolute()),
     }
-    environ.pop(env_vars.MEMORY, None)  # of a start around this one
-    if hosts.agents and policy.most > 1:
-        environ[env_vars.MEMORY] = str(shared_memory.folder_of(launch))
     present = hosts.present()
     missing = [host for host in hosts.names if host not in present]
     if len(missing) > policy.spares:
@@ -240,13 +237,12 @@ def _attempts(
     """
     common, fruitless = first.folder, 0
     resumes = policy.plain  # whether the program was seen to have a session
-    kept = -1  # furthest step of which a copy in memory is known
     for number in itertools.count():
         before = directory.furthest()
         folder = common / str(number)
         folder.mkdir(mode=0o700, exist_ok=True)
-        # Without agents, no copy in memory is lost if the program is not started again.
-        if received and (first.ends_plain or (number and not hosts.agents)):
+        # After a failed attempt the newest state is on the disk already.
+        if received and (first.ends_plain or number):
             return exit_codes.STOPPED, "a signal"
         attempt = replace(
             first, environ=_environ(first), folder=folder, number=number, stopping=bool(received)
@@ -266,17 +262,11 @@ def _attempts(
         result = settled(end.code, recorded, stopped)
         _report(end, recorded)
         if result is not None:
-            if recorded is None or recorded[0] not in (exit_codes.DONE, exit_codes.STOPPED):
-                _free_memory(hosts, choice.used, attempt)
             return result
         choice.after(end)
         used, lost = choice.used, choice.lost
         after = directory.furthest()
         progress = after is not None and (before is None or after > before)
-        copied = failure_record.memory_step(folder)
-        if copied is not None:
-            progress = progress or copied > max(kept, before or 0)
-            kept = max(kept, copied)
         fruitless = 0 if progress else fruitless + 1
         failure = recorded[0] if recorded else end.code, _cause(end.first, recorded)
         by_itself = not number and end.code < 128
@@ -291,13 +281,12 @@ def _attempts(
         if result is None and len(used) < choice.wanted and not policy.elastic:
             result = exit_codes.STOPPED, f"{', '.join(lost)} of the job's hosts are lost"
         if result is not None:
-            _free_memory(hosts, used, attempt)
             _record(directory, first.environ, *result)
             return result
         without = f", without {', '.join(lost)}" if lost else ""
         announce(
             f"attempt {number + 2}: {len(used)} of {len(hosts.names)} hosts{without}; "
-            f"{_from(after, kept)}"
+            f"{_from(after)}"
         )
     raise AssertionError  # the count has no end
 
@@ -324,26 +313,8 @@ def _report(end: HostsEnd, recorded: tuple[int, str] | None) -> None:
     announce(f"rank {first.rank}{where} {first.conclusion}")
 
 
-def _from(step: int | None, kept: int) -> str:
-    if step is None:
-        return "from the start, as there is no checkpoint" if kept < 0 else "from a copy in memory"
-    return f"from step {step} on" + (", or from a later copy in memory" if kept >= 0 else "")
-
-
-def _free_memory(hosts: JobHosts, present: Sequence[str], last: Attempt) -> None:
-    """Free the copies in memory on all hosts, where the ranks did not; not if there are none.
-
-    Args:
-        hosts: hosts of the start.
-        present: names of those that can be used.
-        last: last attempt.
-    """
-    folders = last.folder.parent
-    if any(failure_record.memory_step(one) is not None for one in folders.iterdir()) and present:
-        folder = folders / "end"
-        folder.mkdir(mode=0o700)
-        hosts.close()  # otherwise the ranks that wait would begin
-        hosts.run(present, replace(last, folder=folder, frees=True))
+def _from(step: int | None) -> str:
+    return "from the start, as there is no checkpoint" if step is None else f"from step {step} on"
 
 
 def _cause(first: FirstFailure | None, recorded: tuple[int, str] | None) -> str:

@@ -30,7 +30,6 @@ class Plan:
         label: label of the job and number of the start, for the folder of the copies.
         waits: whether the ranks wait until this process has read the hosts of the attempt from its
             standard input; see `standby`.
-        frees: whether the agent frees the copies in memory, and starts no ranks.
     """
 
     command: Sequence[str]
@@ -43,7 +42,6 @@ class Plan:
     container: str = ""
     label: str = "0-0"
     waits: bool = False
-    frees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,6 @@ class HostStart:
         )
         environs = rank_environment.environs_of_host(met.world, self.counts, env, connection)
         more = {env_vars.HOSTNAME: self.point.host} if self.point.simulated else {}
-        if plan.launch and env_vars.MEMORY in env:
-            more[env_vars.MEMORY] = env[env_vars.MEMORY]
         return {rank: {**environ, **more} for rank, environ in environs.items()}
 
     def cores(self) -> list[set[int]] | None:

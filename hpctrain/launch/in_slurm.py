@@ -132,7 +132,6 @@ class Once(InSlurm):
     """The first host of a Slurm job, on which the program runs once; it starts its ranks itself."""
 
     broadcasts = False
-    agents = False
 
     def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
         """Return the program with the variables of its start."""

@@ -42,7 +42,6 @@ class Attempt:
         stopping: whether the ranks are to stop at once, as a signal has come before.
         ends_plain: whether a stop signal ends a program without a session.
         waits: whether the ranks wait until they are needed; see `standby`.
-        frees: whether the agents free the copies in memory, and start no ranks.
     """
 
     command: Sequence[str]
@@ -53,7 +52,6 @@ class Attempt:
     stopping: bool = False
     ends_plain: bool = False
     waits: bool = False
-    frees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +88,11 @@ class JobHosts(ABC):
         names: names of the hosts, in the order of the ranks.
         broadcasts: whether the standard input of the process that `_step` returns goes to all
             agents.
-        agents: whether an agent starts the ranks of each host; only then copies of the state are
-            kept in memory.
         unusable: key of the error for nodes that cannot be used.
     """
 
     broadcasts: bool = False
     unusable: str = "HT210.nodes-unusable"
-    agents: bool = True
 
     def __init__(
         self, counts: Mapping[str, int], nproc: str | None, inside: Inside | None = None
@@ -255,7 +250,6 @@ class JobHosts(ABC):
             container=self._inside.container,
             label=self._inside.label,
             waits=attempt.waits,
-            frees=attempt.frees,
         )
         return json.dumps(asdict(plan))
 

@@ -3,7 +3,6 @@
     FOLDER/session-RANK     the rank has opened a session; the name of its host
     FOLDER/modules          modules that the ranks of a next attempt import before they are needed
     FOLDER/failure-RANK     JSON with the fields of `Failure`
-    FOLDER/memory-step      step of the first copy of the state in memory
     FOLDER/fresh            a next attempt has to start new interpreters
     FOLDER/shown            process id of the rank whose traceback is on standard error
     FOLDER/shown-HASH       process id of the rank that has written an error with this text
@@ -37,11 +36,9 @@ __all__ = [
     "failures",
     "fresh",
     "is_open",
-    "memory_step",
     "modules",
     "note_failure",
     "note_fresh",
-    "note_memory",
     "note_session",
     "sessions",
     "shown",
@@ -108,11 +105,6 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 
-def note_memory(step: int, env: Mapping[str, str]) -> None:
-    """Record that a copy of the state of this step is in memory."""
-    _write(env, "memory-step", str(step))
-
-
 def note_fresh(env: Mapping[str, str]) -> None:
     """Record that the ranks of a next attempt have to be new interpreters."""
     _write(env, "fresh", "")
@@ -121,11 +113,6 @@ def note_fresh(env: Mapping[str, str]) -> None:
 def fresh(folder: Path) -> bool:
     """Return whether the ranks of a next attempt have to be new interpreters."""
     return (folder / "fresh").exists()
-
-
-def memory_step(folder: Path) -> int | None:
-    """Return the step of the first copy of the state in memory, or None."""
-    return _number(folder / "memory-step")
 
 
 def shows(env: Mapping[str, str], text: str = "") -> bool:
@@ -143,7 +130,10 @@ def shows(env: Mapping[str, str], text: str = "") -> bool:
 
 def shown(folder: Path) -> int | None:
     """Return the id of the process whose traceback is on standard error, or None."""
-    return _number(folder / "shown")
+    try:
+        return int((folder / "shown").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def sessions(folder: Path) -> dict[int, str]:
@@ -174,13 +164,6 @@ def failures(folder: Path) -> dict[int, Failure]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # incomplete after a kill
             found[int(path.name.rpartition("-")[2])] = Failure(**json.loads(path.read_text()))
     return found
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _write(env: Mapping[str, str], name: str, text: str) -> bool:

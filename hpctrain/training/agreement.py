@@ -16,7 +16,7 @@ from hpctrain.training.state import refuse_streak
 __all__ = ["Agreement"]
 
 # Names of the values that the ranks exchange besides the reasons to stop.
-_NOT_FINITE, _NOT_WRITTEN, _NO_ROOM = "not finite", "not written", "no room"
+_NOT_FINITE, _NOT_WRITTEN = "not finite", "not written"
 _OVERDUE, _MEASURED, _ASKING = "overdue", "measured", "asking"
 _CALLS, _CALLS_SQUARED = "calls", "calls squared"
 _LONG_PAUSES = "long pauses"
@@ -118,7 +118,6 @@ class Agreement:
             # Not float(): on a GPU it is a tensor, which stays there.
             _NOT_FINITE: 1.0 * (streak >= context.options.max_nonfinite),
             _NOT_WRITTEN: float(saves.failed()),
-            _NO_ROOM: float(saves.no_room()),
             _OVERDUE: float(saves.overdue()),
             _MEASURED: float(self._timings.due()),
             _LONG_PAUSES: float(context.world.rank == 0 and self._pauses_long()),
@@ -152,8 +151,6 @@ class Agreement:
             refuse_streak(self._context, sums[_NOT_FINITE], step, self._saves.saved)
         if sums[_NOT_WRITTEN]:
             self._saves.lost()
-        if sums[_NO_ROOM]:
-            self._saves.end_memory()
         if self.stop is None:
             self.stop = next((reason for reason in REASONS if sums[reason]), None)
             ranks = sum(map(sums.__getitem__, REASONS))

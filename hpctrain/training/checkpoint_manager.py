@@ -19,7 +19,6 @@ from hpctrain.training import identity
 from hpctrain.training.consensus import on_all_ranks, on_rank_zero
 from hpctrain.training.context import Context
 from hpctrain.training.journal import RunJournal
-from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.sharded_state import held
 from hpctrain.training.state import Position, gather, refuse_nonfinite, warn_of_unlike
@@ -72,13 +71,11 @@ class CheckpointManager:
         others: objects that the user added to the state, by name.
         journal: journal of the run, with its directory and the lock on it.
         saved: newest position on the disk at which the run was resumed; None for a new run.
-        memory: copies in memory; None without them.
 
     Attributes:
         saved: newest position whose state is on the disk or being written there.
         at_epochs: whether each epoch ends with a save: if an interval is given, or if the best
             checkpoint is kept.
-        memory_every: steps between two copies in memory; 0 for none.
     """
 
     def __init__(
@@ -88,10 +85,7 @@ class CheckpointManager:
         others: Mapping[str, Any],
         journal: RunJournal,
         saved: Position | None,
-        memory: MemoryCopies | None,
     ) -> None:
-        self._memory = memory
-        self.memory_every = 0 if memory is None else context.options.memory_checkpoint_every
         self._context, self._others = context, others
         self._facts = identity.facts(journal.directory, context.world)
         self._replicas = replicas
@@ -152,38 +146,22 @@ class CheckpointManager:
             logger.warning("rank 0 could not write a checkpoint; its log says why")
         self.saved = self._taken.get(step, self._taken[None])
 
-    def no_room(self) -> bool:
-        """Check whether this host has no room for copies in memory."""
-        return self._memory is not None and self._memory.full()
-
-    def end_memory(self) -> None:
-        """Keep no more copies in memory, and free those that are there."""
-        if self._memory is not None:
-            self._memory.close(remove=True)
-        self._memory, self.memory_every = None, 0
-
     def save_margin(self) -> float:
         """Return how many seconds a save may take at rank 0, with a margin."""
         seconds = self._writer.seconds
         return _MARGIN_SECONDS + 2 * (seconds if seconds is not None else _SECONDS_OF_A_SAVE)
 
     def save(
-        self,
-        position: Position,
-        metrics: Mapping[str, float],
-        log: Mapping[str, Any],
-        to_disk: bool = True,
+        self, position: Position, metrics: Mapping[str, float], log: Mapping[str, Any]
     ) -> None:
         """Collect everything that determines the next step; the ranks write it during training.
 
-        The first rank of each host, or each rank of a backend that divides the state, writes it to
-        memory. Called by all ranks, between two steps.
+        Called by all ranks, between two steps.
 
         Args:
             position: position of the run.
             metrics: metrics of this step.
             log: values that this rank has logged for the next row of metrics.
-            to_disk: whether it is written to the disk, and not to memory alone.
 
         Raises:
             NonFiniteError: the weights are no longer finite.
@@ -193,28 +171,22 @@ class CheckpointManager:
         """
         context, begun = self._context, time.monotonic()
         refuse_nonfinite(context, position.step)
-        if to_disk:
-            self._settle()
+        self._settle()
         self._replicas.compare(position.step)
         if not self._warned and context.world.world_size > 1:
             self._warned = True
             warn_of_unlike(context, self._others)
-        state = gather(context, self._others, position, log, self._memory is not None)
+        state = gather(context, self._others, position, log)
         own = {"time": time.time(), "metrics": dict(metrics), "frozen": _frozen(context.models)}
         facts = {**self._facts, **own}
-        if self._memory is not None:
-            own_part = held(context, state)[0] if context.backend.sharded else state
-            copy = partial(self._memory.save, position.step, own_part, facts)
-            on_all_ranks(context.backend, copy)
-        if to_disk:
-            parts, extents = held(context, state)
-            prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
-            self._writer.start(on_all_ranks(context.backend, prepare))
-            self.saved = position
-            self._taken[position.step] = position
-            self._since = time.monotonic()
-            if self._spacing is not None:
-                self._spacing.saved(self._since - begun)
+        parts, extents = held(context, state)
+        prepare = partial(self._writer.prepare, position.step, parts, facts, extents)
+        self._writer.start(on_all_ranks(context.backend, prepare))
+        self.saved = position
+        self._taken[position.step] = position
+        self._since = time.monotonic()
+        if self._spacing is not None:
+            self._spacing.saved(self._since - begun)
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is written; called by all ranks.
@@ -231,15 +203,9 @@ class CheckpointManager:
         self._context.backend.barrier()
         self._writer.all_written()
 
-    def close(self, done: bool) -> None:
-        """Complete the writes that are under way, and end the writers.
-
-        Args:
-            done: whether the run has ended, or was stopped; then copies in memory are freed.
-        """
+    def close(self) -> None:
+        """Complete the write that is under way, and end the writer."""
         self._writer.close()
-        if self._memory is not None:
-            self._memory.close(remove=done)
 
 
 def _team(context: Context, directory: RunDirectory) -> Team | None:

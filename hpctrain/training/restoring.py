@@ -1,4 +1,4 @@
-"""Restoring of a run from the newest checkpoint, on the disk or in memory."""
+"""Restoring of a run from its newest checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,6 @@ from hpctrain.rundir import RunDirectory
 from hpctrain.training import frozen_weights, identity, plain_state, sharded_state
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
-from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.optimizer_states import fill, load_optimizers
 from hpctrain.training.resume_source import Source
 from hpctrain.training.state import Position
@@ -30,8 +29,7 @@ class Restored:
 
     Attributes:
         position: position at which the run continues.
-        on_disk: newest position on the disk, or one with its step; None if it is not older than
-            a copy in memory, or if there is none.
+        on_disk: the same, if the checkpoint is of this run; None if it is of another one.
         own: what this rank alone has: `random` states, values of the next row of metrics (`log`),
             state of the script's own loader (`stream`); empty if the number of ranks has changed.
             The run removes what it has used.
@@ -48,18 +46,14 @@ class Restored:
 
 
 def restore(
-    context: Context,
-    directory: RunDirectory,
-    others: Mapping[str, Any],
-    memory: MemoryCopies | None = None,
+    context: Context, directory: RunDirectory, others: Mapping[str, Any]
 ) -> Restored | None:
-    """Load the newest checkpoint, of those on the disk and in memory; called by all ranks.
+    """Load the newest checkpoint; called by all ranks.
 
     Args:
         context: context of the training.
         directory: run directory.
         others: objects that the user added to the state, by name.
-        memory: copies in memory; None without them.
 
     Returns:
         The contents that remain to be used; None if there is no checkpoint.
@@ -68,14 +62,9 @@ def restore(
         UsageError: it is from another script, global batch or number of ranks.
         CheckpointError: it cannot be read, or a rank finds another one than rank 0.
     """
-    loaded, older = _load_newest(context, directory, memory)
-    if loaded is None:
-        return None
-    step, state = loaded
-    restored = _apply(context, Source(directory), others, state)
-    if older is None:
-        return restored
-    return replace(restored, on_disk=Position(older) if 0 <= older < step else None)
+    source = Source(directory)
+    state = _load(context, source)
+    return None if state is None else _apply(context, source, others, state)
 
 
 def restore_from(context: Context, source: Source, others: Mapping[str, Any]) -> Restored | None:
@@ -92,10 +81,10 @@ def restore_from(context: Context, source: Source, others: Mapping[str, Any]) ->
     Raises:
         UsageError, CheckpointError: as for `restore`.
     """
-    loaded = _load(context, source)
-    if loaded is None:
+    state = _load(context, source)
+    if state is None:
         return None
-    restored = _apply(context, source, others, loaded[1])
+    restored = _apply(context, source, others, state)
     source.report(restored.position.step)
     place = replace(restored.position, rows=0) if source.keeps_step else Position()
     return Restored(
@@ -226,36 +215,7 @@ def _compare(context: Context, directory: RunDirectory, position: Mapping[str, A
         raise UsageError("HT620.rank-count-differs", directory=directory, before=before, now=now)
 
 
-def _load_newest(
-    context: Context, directory: RunDirectory, memory: MemoryCopies | None
-) -> tuple[tuple[int, dict[str, Any]] | None, int | None]:
-    """Load the newest state; of two of the same step that in memory.
-
-    Returns:
-        Step and state, or None; and the step of the newest checkpoint on the disk (-1 for none) if
-        the state is not from there.
-    """
-    if memory is None:
-        return _load(context, Source(directory)), None
-    loaded, copy = None, memory.newest()
-    newest = on_rank_zero(context.backend, lambda: max(directory.steps(), default=-1))
-    if copy is None or newest > copy:
-        try:
-            loaded = _load(context, Source(directory))
-        except CheckpointError:
-            if copy is None:
-                raise
-    if copy is None or (loaded is not None and loaded[0] > copy):
-        memory.keep_only(None)
-        return loaded, None
-    state = memory.state(copy)
-    sharded_state.joined(context, state)
-    memory.keep_only(copy)
-    logger.info("the state of step %d is from the memory of the hosts", copy)
-    return (copy, state), newest if loaded is None else loaded[0]
-
-
-def _load(context: Context, source: Source) -> tuple[int, dict[str, Any]] | None:
+def _load(context: Context, source: Source) -> dict[str, Any] | None:
     """Load the newest checkpoint that no rank finds damaged; called by all ranks.
 
     Each rank reads what it needs of it.
@@ -285,7 +245,7 @@ def _load(context: Context, source: Source) -> tuple[int, dict[str, Any]] | None
         first = on_rank_zero(backend, lambda: next(filter(None, seen), None))  # noqa: B023
         if first is None and state is not None:
             _ignore(context, directory, step, state, "ema.pt" in opened.manifest["files"])
-            return step, state
+            return state
         logger.error("%s; trying the previous one", first)
     if steps:
         on_rank_zero(backend, lambda: checkpoint.refuse_damaged(directory, len(steps)))

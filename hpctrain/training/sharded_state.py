@@ -5,12 +5,11 @@ parts, writes and reads these parts.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,7 +18,7 @@ from hpctrain.checkpoint import Stored
 from hpctrain.process.pytree import map_tensors
 from hpctrain.training.context import Context
 
-__all__ = ["divide", "held", "joined", "names_of_groups"]
+__all__ = ["divide", "held", "names_of_groups"]
 
 
 def held(context: Context, state: dict[str, Any]) -> tuple[dict[str, Any], dict[int, Extent]]:
@@ -61,7 +60,7 @@ def divide(context: Context, state: Mapping[str, Any]) -> None:
     """
     if not context.backend.sharded:
         return
-    for values, name, like in _places(context, state, lambda like: like.shape):
+    for values, name, like in _places(context, state):
         extent = context.backend.extent(like)
         convert = partial(context.backend.from_part, like=like)
         if isinstance(values[name], Stored):
@@ -69,15 +68,6 @@ def divide(context: Context, state: Mapping[str, Any]) -> None:
         else:  # a tensor in the file of its part
             part = values[name].reshape(-1)[extent.start : extent.stop]
             values[name] = convert(part.clone())  # not a view, which keeps the whole tensor
-
-
-def joined(context: Context, state: Mapping[str, Any]) -> None:
-    """Make the parts in a state of `held` the parts of this rank again, in place."""
-    if not context.backend.sharded:
-        return
-    backend = context.backend
-    for values, name, like in _places(context, state, lambda like: backend.held(like)[0].shape):
-        values[name] = backend.from_part(values[name], like)
 
 
 def names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
@@ -94,15 +84,9 @@ def names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[i
 
 
 def _places(
-    context: Context, state: Mapping[str, Any], shape_of: Callable[[Tensor], torch.Size]
+    context: Context, state: Mapping[str, Any]
 ) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
-    """Yield where a state has a tensor that is divided as a parameter of this rank.
-
-    Args:
-        context: context of the training.
-        state: the state.
-        shape_of: function that returns the shape which such a tensor has, of its parameter.
-    """
+    """Yield where a state has a tensor that is divided as a parameter of this rank."""
     models = [dict(model.named_parameters(remove_duplicate=False)) for model in context.models]
     found = [
         (values, name, parameters[name])
@@ -117,5 +101,5 @@ def _places(
                 values = saved["state"].get(number, {})
                 found += [(values, key, like) for key in values]
     for values, name, like in found:
-        if isinstance(values[name], (Tensor, Stored)) and values[name].shape == shape_of(like):
+        if isinstance(values[name], (Tensor, Stored)) and values[name].shape == like.shape:
             yield values, name, like

@@ -158,7 +158,6 @@ def gather(
     others: Mapping[str, Any],
     position: Position,
     log: Mapping[str, Any],
-    on_each_host: bool = False,
 ) -> dict[str, Any]:
     """Collect the state of a session, part by part; called by all ranks.
 
@@ -167,11 +166,10 @@ def gather(
         others: objects that the user added to the state, by name.
         position: position of the run.
         log: values of this rank for the next row of metrics.
-        on_each_host: whether all ranks get what rank 0 alone knows.
 
     Returns:
-        The state, with this rank's part of each tensor. Without `on_each_host`, other ranks than 0
-        have only parameters and optimizer states that are right for all.
+        The state, with this rank's part of each tensor. Other ranks than 0 have only parameters and
+        optimizer states that are right for all.
     """
     values = {
         name: plain_state.copied(one) for name, one in others.items() if plain_state.is_plain(one)
@@ -180,13 +178,10 @@ def gather(
     if context.stream is not None:
         own["stream"] = context.stream.state_at(position.batches(context.batches.accumulate))
     ranks = context.backend.gather_object(own)
-    first: list[dict[str, Tensor]] = []
     small: dict[str, Any] = {}
     if context.world.rank == 0:
         small = _of_rank_0(context, others, position, ranks)
-        first, ranks[0]["buffers"] = ranks[0]["buffers"], []
-    if on_each_host:
-        first, small = context.backend.broadcast_object((first, small))
+        ranks[0]["buffers"] = []
     models = [model.state_dict() for model in context.models]
     left_out = [] if context.frozen is None else frozen_weights.unchanged(context)
     for model, names in zip(models, left_out, strict=False):
@@ -194,9 +189,6 @@ def gather(
             del model[name]
     if small:
         small["position"]["left_out"] = left_out
-    if on_each_host and context.world.rank > 0:
-        for model, buffers in zip(models, first, strict=True):
-            model.update(buffers)  # those of this rank may differ
     return {
         "model": models,
         "optimizer": [optimizer.state_dict() for optimizer in context.optimizers],

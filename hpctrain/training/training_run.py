@@ -36,7 +36,6 @@ from hpctrain.training.context import Context
 from hpctrain.training.frozen_weights import digests
 from hpctrain.training.gradient_guard import watch_clipping
 from hpctrain.training.journal import RunJournal, code_of
-from hpctrain.training.memory_copies import MemoryCopies
 from hpctrain.training.metrics import Metrics
 from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import Stopped
@@ -142,8 +141,7 @@ class Run:
         self._seconds = self._events.heartbeat.seconds
         self._monitor = monitor = Monitor(context, self.directory, self._name or self._script)
         self._find_schedulers()
-        memory = MemoryCopies.of_run(context, self.directory, os.environ)
-        resumed = restore(context, self.directory, self._state, memory)
+        resumed = restore(context, self.directory, self._state)
         if resumed is None and (source := Source.of_options(context, self.directory)) is not None:
             resumed = restore_from(context, source, self._state)
         elif context.options.resume_from is not None:
@@ -166,7 +164,7 @@ class Run:
         self._replicas = ReplicaCheck(context, self._seconds, self.step, resumed is not None)
         self._recorder = journal.recorder
         self._checkpoints = CheckpointManager(
-            context, self._replicas, self._state, journal, on_disk, memory
+            context, self._replicas, self._state, journal, on_disk
         )
         self._metrics.load_state_dict(self._own.pop("log", None) or {})
         self._agreement = agreement = Agreement(
@@ -174,7 +172,7 @@ class Run:
         )
         logger.info("run directory %s", self.directory.path)
         agreement.now("the beginning of the run", self.step, self.epoch)
-        # A state from memory alone is first saved, after its next step.
+        # A state of another run is first saved in this one, after its next step.
         if agreement.stop is not None and on_disk == position:
             context.preemption.obeyed(self.directory)
             raise Stopped(f"{agreement.stop}, before the first step", os.environ)
@@ -285,7 +283,7 @@ class Run:
             self._events.heartbeat.enter(IDLE)
             if not due:
                 return
-        self._save(to_disk=True)
+        self._save()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.
@@ -429,9 +427,10 @@ class Run:
             self._compares -= 1
             self._replicas.compare(step)
         self._save_due |= overdue or self._checkpoints.due(step)
-        memory = self._checkpoints.memory_every
-        if in_loop and (self._save_due or memory or self._agreement.stop is not None):
-            self._save_or_stop(step)
+        if in_loop and self._save_due:
+            self._save()
+        if in_loop and self._agreement.stop is not None:
+            self._stop_here()
 
     def _save_before_evaluation(self) -> None:
         """Save behind the last batch of an epoch, if what follows may outlast a stop request.
@@ -440,17 +439,7 @@ class Run:
         """
         new = self._position() != self._checkpoints.saved
         if self._agreement.long_pauses and new and self._in_epoch and not self._step.micro_batch:
-            self._save(to_disk=True)
-
-    def _save_or_stop(self, step: int) -> None:
-        """Save if a checkpoint is due, and stop if the ranks have agreed to."""
-        every = self._checkpoints.memory_every
-        if self._save_due:
-            self._save(to_disk=True)
-        elif every and step % every == 0:
-            self._save(to_disk=False)
-        if self._agreement.stop is not None:
-            self._stop_here()
+            self._save()
 
     def _drop_rest(self) -> None:
         """Drop micro-batches that complete no step: a checkpoint cannot hold their gradients."""
@@ -470,7 +459,7 @@ class Run:
             return
         reason, where = agreement.stop, "from here"
         if self._position() != self._checkpoints.saved:
-            self._save(to_disk=True)
+            self._save()
         self._events.heartbeat.enter(SAVING)
         self._monitor.timings.finish(self.step, self.epoch)
         try:
@@ -542,16 +531,16 @@ class Run:
         else:
             self._settle()  # for a loop that was left by a break
             self._drop_rest()
-            self._save(to_disk=True)
+            self._save()
 
-    def _save(self, to_disk: bool) -> None:
-        """Save to the disk and to memory, or to memory alone; called by all ranks."""
+    def _save(self) -> None:
+        """Save the state; called by all ranks."""
         self._events.heartbeat.enter(WAITING)
         self._agreement.now("a checkpoint", self.step, self.epoch)
         self._events.heartbeat.enter(SAVING)
         metrics, log = self._metrics.at(self.step), self._metrics.state_dict()
-        self._checkpoints.save(self._position(), metrics, log, to_disk)
-        self._save_due &= not to_disk
+        self._checkpoints.save(self._position(), metrics, log)
+        self._save_due = False
         if self._recorder is not None:
             self._recorder.saved(self.step)
         self._events.heartbeat.enter(IDLE)
@@ -598,7 +587,7 @@ class Run:
         self._drop_rest()
         saved = self._checkpoints.saved
         if saved is None or self.step != saved.step or self._save_due:
-            self._save(to_disk=True)  # the loop was left by a break
+            self._save()  # the loop was left by a break
         self._metrics.end_row()
         self._events.heartbeat.enter(WAITING)
         self._agreement.now("the end of the run", self.step, self.epoch)
@@ -629,8 +618,7 @@ class Run:
             if "_watchdog" in opened:
                 turns.callback(self._watchdog.close)
             if "_checkpoints" in opened:
-                done = code_of(error) in (exit_codes.DONE, exit_codes.STOPPED)
-                turns.callback(self._checkpoints.close, done)
+                turns.callback(self._checkpoints.close)
 
     def _facts(self) -> dict[str, Any]:
         """Return the position and the speed of the run, for summary.json."""

@@ -35,7 +35,7 @@ def test_every_option_reaches_its_field():
         "--no-keep-batchnorm-fp32 --max-nonfinite 9 --check-replicas-every 7 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
         "--deterministic --workers 4 --sync-batchnorm --no-channels-last --compile --log-every 1 "
-        "--checkpoint-every 20 --memory-checkpoint-every 3 --checkpoint-minutes 5 "
+        "--checkpoint-every 20 --checkpoint-minutes 5 "
         "--keep-checkpoints 4 --no-checkpoint-frozen --keep-best top1 --track wandb "
         "--profile 3:5 --start-timeout 30 "
         "--timeout 60 --activation-checkpointing --ddp static-graph --fsdp hybrid "
@@ -51,7 +51,7 @@ def test_every_option_reaches_its_field():
         loss_scale=128.0, keep_batchnorm_fp32=False, max_nonfinite=9, check_replicas_every=7,
         global_batch=96, batch_size=8, accumulate=3, epochs=2, max_steps=7, seed=5,
         deterministic=True, workers=4, sync_batchnorm=True, channels_last=False, compile=True,
-        log_every=1, checkpoint_every=20, memory_checkpoint_every=3, checkpoint_minutes=5.0,
+        log_every=1, checkpoint_every=20, checkpoint_minutes=5.0,
         keep_checkpoints=4, checkpoint_frozen=False, keep_best="top1", track="wandb",
         profile="3:5", start_timeout=30.0,
         timeout=60.0, activation_checkpointing=True, ddp="static-graph", fsdp="hybrid",

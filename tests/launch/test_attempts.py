@@ -90,12 +90,10 @@ ALL, TWO = ["node1", "node2", "node3"], ["node1", "node3"]
 class Hosts:
     """A stand-in for the hosts, on which attempts end as the test sets; see `ended`."""
 
-    agents = True
     unusable = "HT210.slurm-nodes-unusable"
 
     def __init__(self, directory, *ends):
         self.names = ALL
-        self.freed = None
         self.directory, self.ends, self.attempts = directory, list(ends), []
         self.spares = []
         self.answering = list(ALL)
@@ -114,19 +112,14 @@ class Hosts:
         self.closed = True
 
     def run(self, hosts, attempt, following=None, spares=()):
-        if attempt.frees:
-            self.freed = list(hosts), attempt.environ["HPCTRAIN_MEMORY"]
-            return HostsEnd(0, False)
         assert all(before.launch == attempt.launch for _, before in self.attempts)
         self.attempts.append((list(hosts), attempt))
         self.spares.append(list(spares))
         assert stat.S_IMODE(attempt.folder.stat().st_mode) == 0o700
         assert not list(attempt.folder.iterdir())
-        code, self.answering, step, session, first, copied = self.ends.pop(0)
+        code, self.answering, step, session, first = self.ends.pop(0)
         if session:
             (attempt.folder / "session-0").touch()
-        if copied is not None:
-            (attempt.folder / "memory-step").write_text(str(copied))
         if step is not None:
             self.directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
         if code is not None:
@@ -137,7 +130,7 @@ class Hosts:
         return HostsEnd(code, False, first, ranks=2 * len(hosts))
 
 
-def ended(code, present=ALL, step=None, session=True, first=None, copied=None):
+def ended(code, present=ALL, step=None, session=True, first=None):
     """Return the end of an attempt.
 
     Args:
@@ -146,9 +139,8 @@ def ended(code, present=ALL, step=None, session=True, first=None, copied=None):
         step: step of the newest checkpoint; None without a new one.
         session: whether the program has opened a session.
         first: first rank that failed; "all killed" if SIGKILL ended all of them and their agents.
-        copied: step of the first copy in memory; None without one.
     """
-    return code, list(present), step, session, first, copied
+    return code, list(present), step, session, first
 
 
 def failed(code, rank=3):
@@ -331,8 +323,7 @@ def test_single_attempt_has_the_exit_code_and_the_cause_of_its_failure(tmp_path,
     assert "attempt 2" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("agents", "starts"), [(False, 1), (True, 2)])
-def test_program_without_agents_is_not_started_again_after_a_signal(tmp_path, agents, starts):
+def test_program_is_not_started_again_after_a_signal(tmp_path):
     received = []
 
     class Signalled(Hosts):
@@ -342,13 +333,10 @@ def test_program_without_agents_is_not_started_again_after_a_signal(tmp_path, ag
             return super().present()
 
     directory = rundir.RunDirectory(tmp_path / "run")
-    ends = [ended(None, step=10, first=failed(143)), ended(75)]
-    hosts = Signalled(directory, *ends[:starts])
-    hosts.agents = agents
+    hosts = Signalled(directory, ended(None, step=10, first=failed(143)))
     code, _ = attempts.run(hosts, ["checks.sh"], directory, {}, Policy(), received)
     assert code == exit_codes.STOPPED
-    # Ranks may still save a copy in memory.
-    assert [attempt.stopping for _, attempt in hosts.attempts] == [False, True][:starts]
+    assert [attempt.stopping for _, attempt in hosts.attempts] == [False]
 
 
 @pytest.mark.parametrize("most", [2, MOST_FRUITLESS])
@@ -416,32 +404,6 @@ def test_refused_start_records_nothing(tmp_path):
     hosts.run = lambda *_, run=hosts.run: dataclasses.replace(run(*_), usage=True)
     attempts.run(hosts, ["train.py"], directory, {}, Policy())
     assert len(directory.lines(directory.events)) == 1
-
-
-def test_copies_in_memory_are_progress_only_beyond_earlier_ones(tmp_path, capsys):
-    copied = [ended(1, copied=step, first=failed(1)) for step in (5, 25, 35, 35, 20, 30)]
-    exit_status, hosts = run_attempts(tmp_path, ended(1, step=10), *copied, most=3)
-    assert exit_status[0] == 76
-    assert len(hosts.attempts) == 7
-    assert hosts.freed == (ALL, hosts.attempts[0][1].environ["HPCTRAIN_MEMORY"])
-    output = capsys.readouterr().err
-    assert "attempt 2: 3 of 3 hosts; from step 10 on\n" in output
-    assert "attempt 4: 3 of 3 hosts; from step 10 on, or from a later copy in memory\n" in output
-
-
-@pytest.mark.parametrize(
-    ("ends", "freed"),
-    [
-        ([ended(1, copied=5), ended(2)], ALL),
-        ([ended(None, TWO, copied=5)], TWO),  # requeued, without the last state
-        ([ended(0, copied=5)], None),  # the ranks have done it
-        ([ended(75, copied=5)], None),
-        ([ended(1)], None),
-    ],
-)
-def test_copies_in_memory_are_freed_when_no_attempt_follows(tmp_path, ends, freed):
-    _, hosts = run_attempts(tmp_path, *ends)
-    assert (hosts.freed and hosts.freed[0]) == freed
 
 
 def test_run_is_given_up_with_fewer_ranks_than_min_nproc(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import sleep
 
 import fake_slurm
+import faults
 import launches
 import processes
 import pytest
@@ -25,8 +26,7 @@ from hpctrain import rundir
 from hpctrain.cli import main
 from hpctrain.launch import slurm_job
 from hpctrain.launch.supervisor import SECONDS_OF_ONE_SIGNAL
-from hpctrain.process import shared_memory
-from hpctrain.rundir import RunDirectory, effective_time
+from hpctrain.rundir import effective_time
 
 EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
 # Runs what follows its options as the task of a step on one host.
@@ -460,58 +460,20 @@ def test_killed_rank_of_direct_is_named_if_it_is_the_only_one(slurm, capfd, kill
     assert ("rank 5 on n failed first" in capfd.readouterr().err) == (killed == 1)
 
 
-# --- copies of the state in the memory of the host
-
-
-COPIES = 'mkdir -p "$HPCTRAIN_MEMORY/node1"; echo "$HPCTRAIN_MEMORY" >>seen; '
-NOTES = 'touch "$HPCTRAIN_EVIDENCE/session-0"; echo 5 >"$HPCTRAIN_EVIDENCE/memory-step"; '
-
-
-def test_copies_in_memory_stay_for_all_attempts_and_are_freed_at_the_end(agent):
-    line = f'[ ! -e seen ] || [ -e "$HPCTRAIN_MEMORY" ] || touch lost; {COPIES}{NOTES}exit 1'
-    output = agent("--max-attempts", "2", "--", "sh", "-c", line, code=76)
-    folders = Path("seen").read_text().split()
-    assert len(folders) == 3  # the copy of the first attempt was progress
-    assert len(set(folders)) == 1
-    assert not Path("lost").exists()
-    assert not Path(folders[0]).exists()
-    assert output.count("from a copy in memory\n") == 2
+# --- the next attempt
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_killed_rank_goes_on_from_the_copy_in_memory(agent):
-    import faults
-    import survivor
-
-    hurt = ("--fault=copied=6@7:rank1", "--fault=kill@7:rank1")
-    options = ("--epochs", "1", "--memory-checkpoint-every", "2", "--checkpoint-every", "1000")
-    words = (*faults.OPTIONS, *options, *hurt, "--run-dir", "run")
-    output = agent("--nproc-per-node", "2", survivor.__file__, *words)
-    assert faults.begins("run") == [0, 6], output
+def test_killed_rank_goes_on_from_the_newest_checkpoint(agent):
+    """Kill a rank by kill -9 two steps after a checkpoint; the next attempt resumes there."""
+    words = (*faults.OPTIONS, "--epochs", "1", "--pace", "0.3", "--run-dir", "run")
+    output = agent("--nproc-per-node", "2", survivor.__file__, *words, "--fault=kill@7:rank1")
+    assert "attempt 2: 1 of 1 hosts; from step 5 on" in output
+    assert faults.begins("run") == [0, 5], output
     done = faults.start(2, "--epochs", "1", run="quiet")
     assert done.code == 0
-    faults.same("run", "quiet", twice=1)
-    run = RunDirectory("run")
-    (launch,) = {line["start"].partition("/")[0] for line in run.lines(run.starts)}
-    assert not shared_memory.folder_of(launch).exists()
-
-
-def test_copies_in_memory_after_kill_9_of_everything_are_freed_by_the_next_start(agent):
-    with processes.background() as begin:
-        line = f"{COPIES}echo ready; exec sleep 600"
-        process = begin([launches.PYTHON, "-m", "hpctrain", "run", "--", "sh", "-c", line])
-        assert process.stdout.readline() == "ready\n"
-        folder = Path(Path("seen").read_text().strip())
-        process.kill()
-        of_the_launch = f"HPCTRAIN_MEMORY={folder}"
-        for pid in processes.having(of_the_launch, "environ"):
-            os.kill(pid, signal.SIGKILL)
-        processes.until(lambda: not processes.having(of_the_launch, "environ"))
-    assert folder.is_dir()
-    os.utime(folder, (1e9, 1e9))  # a new one may be that of a launch between two attempts
-    agent("--", "true")
-    assert not folder.exists()
+    faults.same("run", "quiet", twice=2)
 
 
 @pytest.mark.slow

@@ -22,8 +22,6 @@ from hpctrain.rundir.exit_status import read_exit_status
 
 # Bit-equal repeats, and checkpoints that are rarely at the end of an epoch.
 OPTIONS = ("--deterministic", "--global-batch", "12", "--checkpoint-every", "5")
-# Copies of the state in memory, and none on the disk but those of the ends of the epochs.
-IN_MEMORY = ("--memory-checkpoint-every", "3", "--checkpoint-every", "1000")
 # Values of a row of metrics that depend on the time, or are a peak since the start.
 _OF_THE_DAY = ("time", "samples_per_second", "data_wait", "gpu_memory")
 
@@ -46,9 +44,7 @@ class Start:
         return self.exit_status[0] if self.exit_status else None
 
 
-def start(
-    size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0, layout=(), main=None
-):
+def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0):
     """Start survivor.py on forked ranks in the current folder.
 
     Args:
@@ -59,8 +55,6 @@ def start(
         label: the prefix of its stop file and exit status file (default: the run).
         env: more variables for all ranks.
         timeout: seconds.
-        layout: ranks on each simulated host (default: all on one).
-        main: called on each rank (default: that of survivor.py).
     """
     label = label or run
     exit_status_file = Path(f"{label}.exit-status").absolute()
@@ -73,7 +67,7 @@ def start(
     }
     argv = [*OPTIONS, *options, "--run-dir", run, *(f"--fault={fault}" for fault in hurt)]
     env = {**files, **(env or {})}
-    results = ranks.run(size, main or survivor.main, argv, env=env, timeout=timeout, layout=layout)
+    results = ranks.run(size, survivor.main, argv, env=env, timeout=timeout)
     return Start(results, read_exit_status(exit_status_file))
 
 

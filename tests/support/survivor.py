@@ -8,7 +8,7 @@ ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), 
                    counts), `draws` and `state`, to compare this rank's random numbers, weights and
                    buffers with another run, and the `time` of its end
 begins.jsonl       a line for each start that began to train: `start`, its first `step`, and the
-                   newest step with a checkpoint that is `committed` then, on the disk or in memory
+                   newest step with a checkpoint that is `committed` then
 final.pt           at the end, atomically: model, optimizer and schedule of rank 0
 
 and has the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
@@ -19,8 +19,7 @@ KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later b
        launcher, the parent of the process that has started it
        file: the stop file $HPCTRAIN_STOP_FILE; request: the file `stop` of the run directory
        crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
-       until the file RUN.release exists; copied=N: until all hosts have a copy of the state of
-       step N in memory, or all ranks their parts of it over fsdp
+       until the file RUN.release exists
        nan, overflow: a loss of NaN or infinity
        flip: a flipped bit of a weight, only at PLACE N
 PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
@@ -76,7 +75,7 @@ class Fault:
         self.place, *more = place.split(":")
         self.always = "always" in more
         self.on_this_rank = not [m for m in more if m.startswith("rank")] or f"rank{rank}" in more
-        self.run, self.divided = Path(args.run_dir), args.backend == "fsdp"
+        self.run = Path(args.run_dir)
         # Beside the run directory, which does not exist before the run.
         self.mark = Path(f"{args.run_dir}.faults", f"{text}-of-{rank}".replace("/", "_"))
 
@@ -115,12 +114,6 @@ class Fault:
             time.sleep(self.seconds)
         elif name == "hold":
             while not Path(f"{self.run}.release").exists():
-                time.sleep(0.01)
-        elif name == "copied":
-            copy = f"*/checkpoints/step-{int(self.seconds):08d}"
-            number = "HPCTRAIN_WORLD_SIZE" if self.divided else "HPCTRAIN_NUM_NODES"
-            copies = int(os.environ[number])
-            while len(list(Path(os.environ["HPCTRAIN_MEMORY"]).glob(copy))) < copies:
                 time.sleep(0.01)
         elif name == "flip":
             self.flipped.numpy().view("int32").flat[0] ^= 1  # unseen by autograd
@@ -245,9 +238,7 @@ class Ledger:
                 last = max([last, *starts])
         self.start = session.sum(last + 1 if session.is_main else 0)
         if session.is_main:
-            places = [path, *Path(os.environ.get("HPCTRAIN_MEMORY") or "/none").glob("*")]
-            saved = [folder for place in places for folder in place.glob("checkpoints/step-*")]
-            committed = [int(folder.name[5:]) for folder in saved]
+            committed = [int(folder.name[5:]) for folder in path.glob("checkpoints/step-*")]
             begin = {"committed": max(committed, default=0), "step": run.step}
             with open(path / "begins.jsonl", "a") as file:
                 file.write(json.dumps({"start": self.start, **begin}) + "\n")

@@ -5,7 +5,6 @@ import importlib.util
 import faults
 import pytest
 import ranks
-import test_memory_copies
 import test_replica_check
 from test_resume_after_kill import SIZE, SLOW, stopped_step
 
@@ -40,15 +39,6 @@ def test_run_on_a_gpu_resumes_after_a_stop(over, references):
     assert 11 <= step < 24
     faults.resume(SIZE, *over)
     faults.same("run", references(SIZE, *over), twice=0)
-
-
-@pytest.mark.parametrize("over", ["ddp", "fsdp"], indirect=True)
-def test_next_attempt_on_a_gpu_goes_on_from_the_copy_in_memory(
-    over, attempt, memory, references, lacking
-):
-    test_memory_copies.test_next_attempt_goes_on_from_the_copy_in_memory(
-        attempt, memory, references, lacking, over[1]
-    )
 
 
 @pytest.mark.parametrize("over", ["ddp", "horovod"], indirect=True)

@@ -130,6 +130,16 @@ def test_restart_of_such_a_run_continues_with_its_own_checkpoint():
     assert first["options"]["resume_from"] == options["resume_from"]
 
 
+def test_stop_before_the_first_step_leaves_a_checkpoint(tmp_path):
+    """The next start finds a state in the directory of its own run."""
+    started(1, "auto", "old", SAVED)
+    (tmp_path / "stop").touch()
+    env = {"HPCTRAIN_STOP_FILE": str(tmp_path / "stop")}
+    ended = ranks.run(1, call, ("auto", "new", 9), {"resume_from": "old"}, env=env)
+    assert ended == [("exit", 75)]
+    assert RunDirectory("new").steps() == [SAVED + 1]
+
+
 def test_other_optimizer_starts_from_the_state_of_another_run():
     _, weights, _ = started(3, "ddp", "old", SAVED)
     with pytest.raises(UsageError, match="the checkpoint has the states of SGD"):

@@ -325,30 +325,6 @@ def test_killed_ranks_cost_seconds_and_no_requeue(cluster, check_finished, lacki
 
 
 @pytest.mark.slow
-def test_killed_ranks_go_on_from_the_memory_of_their_hosts(cluster, check_finished):
-    """Kill a rank, and in the next attempt another one, with no checkpoint on the disk."""
-    options = ("--memory-checkpoint-every", "2", "--checkpoint-every", "1000")
-    hurt = ("copied=6@7:rank1", "kill@7:rank1", "copied=14@15:rank2", "kill@15:rank2")
-    words = [
-        *("hpctrain", "run", SURVIVOR, *faults.OPTIONS, *options, "--epochs", "2"),
-        *(f"--fault={fault}" for fault in hurt),
-    ]
-    script = f"#!/bin/bash\nexec {shlex.join(map(str, words))} --run-dir run\n"
-    done = cluster.run(
-        ["sbatch", "--parsable", *ON_THREE_HOSTS, "--output=%x-%j.log"],
-        input=script,
-        env=launches.on_cluster(cluster, OMP_NUM_THREADS="1"),
-    )
-    job = Job(cluster, done.stdout.strip())
-    assert job.ended() == ("COMPLETED", 0, 0), job.log
-    assert job.begins() == [0, 6, 14], job.log
-    check_finished(job, ("--epochs", "2"), twice=1 + 1)
-    launches_ = {line["start"].partition("/")[0] for line in job.run.lines(job.run.starts)}
-    assert len(launches_) == 1
-    assert not list(Path("/dev/shm").glob(f"hpctrain-*-{launches_.pop()}"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [(), ("--direct",)], ids=["agents", "direct"])
 def test_flipped_bit_names_its_host_and_costs_no_requeue(cluster, check_finished, way):
     """Flip a bit of a weight on one rank."""
