@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +18,8 @@ from hpctrain.cli import run_options
 from hpctrain.errors import UsageError, exit_codes
 
 if TYPE_CHECKING:
-    from hpctrain.launch.attempts import Policy
     from hpctrain.launch.job_hosts import JobHosts
+    from hpctrain.launch.plan import Plan
 
 __all__ = ["add"]
 
@@ -121,8 +122,8 @@ def _in_other_job(
 
     with stop_signals(in_batch=True) as received:
         directory = starts.run_directory(program.arguments, program.name, env)
-        policy = _policy(arguments)
-        return starts.on_hosts(hosts, program.command, directory, env, policy, received)[0]
+        plan = _plan(arguments, program.command)
+        return starts.on_hosts(hosts, plan, directory, env, received)[0]
 
 
 def _in_slurm(arguments: argparse.Namespace, program: _Program) -> int:
@@ -131,7 +132,6 @@ def _in_slurm(arguments: argparse.Namespace, program: _Program) -> int:
     from hpctrain.cluster.launchers import Process
     from hpctrain.launch import starts
     from hpctrain.launch.in_slurm import Direct, InSlurm, Once
-    from hpctrain.launch.job_hosts import Inside
     from hpctrain.launch.slurm_job import SlurmJob, stop_signals
 
     own = Process.current().own(os.environ)
@@ -150,16 +150,15 @@ def _in_slurm(arguments: argparse.Namespace, program: _Program) -> int:
         command = program.command
         if arguments.code:
             command, env = _frozen(arguments, command, env)
-        staged = (arguments.stage_code, arguments.stage_environment, arguments.stage_data)
-        staging = [place or "" for place in staged]
-        label = f"{job.allocation.label}-{job.allocation.restart_count}"
-        inside = Inside(staging, arguments.container or "", names, label)
-        kind = Direct if arguments.direct else Once if arguments.once else InSlurm
-        hosts = kind(env, arguments.nproc_per_node, inside)
-        run_options.check_spares(arguments.spares, hosts.names)
-        code, reason = starts.on_hosts(
-            hosts, [*command, *setting], directory, env, _policy(arguments), received
+        plan = replace(
+            _plan(arguments, [*command, *setting]),
+            variables=names,
+            label=f"{job.allocation.label}-{job.allocation.restart_count}",
         )
+        kind = Direct if arguments.direct else Once if arguments.once else InSlurm
+        hosts = kind(env, arguments.nproc_per_node)
+        run_options.check_spares(arguments.spares, hosts.names)
+        code, reason = starts.on_hosts(hosts, plan, directory, env, received)
         if code == 0 and arguments.finish:
             return _finish(arguments.finish, {**env, env_vars.RUN_DIR: str(directory.absolute())})
         return job.after(code, reason, directory) if in_batch else code
@@ -226,16 +225,21 @@ def _program(arguments: argparse.Namespace) -> _Program:
     return _Program([python, *words], words[0], words[1:])
 
 
-def _policy(arguments: argparse.Namespace) -> "Policy":
-    from hpctrain.launch.attempts import Policy
+def _plan(arguments: argparse.Namespace, command: Sequence[str]) -> "Plan":
+    from hpctrain.launch.plan import Plan
 
-    return Policy(
-        arguments.max_attempts or exit_codes.MOST_FRUITLESS,
-        arguments.retry,
-        arguments.elastic,
-        arguments.min_nproc or 1,
-        arguments.requeue_plain,
-        arguments.spares or 0,
+    staged = (arguments.stage_code, arguments.stage_environment, arguments.stage_data)
+    return Plan(
+        command,
+        folder="",
+        staging=[place or "" for place in staged],
+        container=arguments.container or "",
+        max_fruitless=arguments.max_attempts or exit_codes.MOST_FRUITLESS,
+        plain=arguments.retry,
+        elastic=arguments.elastic,
+        min_ranks=arguments.min_nproc or 1,
+        requeue_plain=arguments.requeue_plain,
+        spares=arguments.spares or 0,
     )
 
 

@@ -8,8 +8,11 @@ its own, or in a process group of the launcher's terminal (`group`):
 
     launcher → server   {"command": […], "environ": {…}, "cores": […], "folder": "…",
                          "group": 0, "forks": true}
+                        {"stores": ["…"]}   with a listening socket for each, and a descriptor
+                        {"sweep": true}     end all ranks, for the next attempt
                         {"end": true}       a regular end; else the folder of the start is removed
     server → launcher   ready               once, when it can start ranks
+                        swept 0             number of processes that did not end
                         pid 4711            the rank runs
                         fresh REASON        before it: the rank was to be forked, and was not
                         error 2             number of the system's error: the rank does not run
@@ -27,7 +30,8 @@ the launcher where there is no prctl(2).
 
 It also waits for the first client of each of the listening `stores`, and then runs its server. So a
 server that has to import torch costs nothing in a start that does not need it. Each of these starts
-is a line on `told`. Without a launcher this process does nothing else.
+is a line on `told`. A sweep ends the servers, too: no rank finds the store of an earlier attempt.
+Without a launcher this process does nothing else.
 """
 
 import sys
@@ -110,6 +114,8 @@ class _Server:
         self._pid = os.getpid()
         self._launcher = socket.socket(fileno=settings.launcher) if settings.launcher >= 0 else None
         self._stores = dict(settings.stores)
+        self._told = settings.told
+        self._poll = select.poll()
         for descriptor in {settings.launcher, settings.told, *self._stores} - {-1}:
             os.set_inheritable(descriptor, False)
         self._ranks: dict[int, int] = {}  # pipe of each rank by process id; -1 once it has ended
@@ -140,7 +146,7 @@ class _Server:
         Returns:
             Whether this is the process of a forked rank, whose program has ended.
         """
-        poll = select.poll()
+        poll = self._poll
         poll.register(self._wakes, select.POLLIN)
         for descriptor in self._stores:
             poll.register(descriptor, select.POLLIN)
@@ -196,10 +202,39 @@ class _Server:
             if "end" in request:
                 self._regular = True
                 return None
+            if "stores" in request:
+                self._take_stores(request["stores"])
+                continue
+            if "sweep" in request:
+                self._forget_stores()
+                left = self._sweep()
+                for status in self._ranks.values():
+                    if status >= 0:
+                        os.close(status)  # without a line, it was killed
+                self._ranks.clear()
+                self._reply(f"swept {left}")
+                continue
             own, self._received = self._received[:DESCRIPTORS], self._received[DESCRIPTORS:]
             if self._start(request, own):
                 return request
         return None
+
+    def _take_stores(self, modules: Sequence[str]) -> None:
+        """Take the sockets of the next attempt's stores, and the descriptor for their lines."""
+        self._forget_stores()
+        *sockets, self._told = self._received[: len(modules) + 1]
+        del self._received[: len(modules) + 1]
+        self._stores = dict(zip(sockets, modules, strict=True))
+        for descriptor in self._stores:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def _forget_stores(self) -> None:
+        for descriptor in self._stores:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+        if self._told >= 0:
+            os.close(self._told)
+        self._stores, self._told = {}, -1
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> bool:
         """Start a rank; return whether this is now the process of a forked rank."""
@@ -260,7 +295,7 @@ class _Server:
             os._exit(1)
         assert self._launcher is not None
         # The object would close it at its own end, when its number may be that of another file.
-        own = {self._launcher.detach(), self._wakes, self._woken, self._settings.told}
+        own = {self._launcher.detach(), self._wakes, self._woken, self._told}
         own |= {*descriptors, *self._received, *self._stores, *self._ranks.values()}
         for descriptor in own - {-1, 0, 1, 2}:
             os.close(descriptor)
@@ -287,7 +322,7 @@ class _Server:
     def _serve_store(self, descriptor: int) -> list[str]:
         """Run the server of a listening socket; return its command in a copy of this process."""
         command = [sys.executable, "-m", self._stores.pop(descriptor), str(descriptor)]
-        _tell(self._settings.told, b"used\n")
+        _tell(self._told, b"used\n")
         pid = -1
         with contextlib.suppress(OSError):  # without the server, its clients are refused
             pid = os.fork()
@@ -305,7 +340,12 @@ class _Server:
         return command
 
     def _end(self) -> None:
-        """Kill all ranks, and all processes that they have started."""
+        self._sweep()
+        if self._settings.folder and not self._regular:
+            shutil.rmtree(self._settings.folder, ignore_errors=True)
+
+    def _sweep(self) -> int:
+        """Kill all ranks, and all processes that they have started; return how many are left."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -319,8 +359,8 @@ class _Server:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
                 time.sleep(0.001)
-        if self._settings.folder and not self._regular:
-            shutil.rmtree(self._settings.folder, ignore_errors=True)
+            return len(list(system.children(self._pid)))
+        return 0
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.errors import StartError, UsageError
-from hpctrain.launch.job_hosts import Attempt, JobHosts
-from hpctrain.launch.standby import Step
+from hpctrain.launch.job_hosts import Command, JobHosts
+from hpctrain.launch.plan import Plan
 
 __all__ = ["hosts_of"]
 
@@ -39,17 +39,17 @@ class _OtherJob(JobHosts):
         """Return all hosts."""
         return list(self.names)
 
-    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
+    def command(
+        self, hosts: Sequence[str], plan: Plan, environ: Mapping[str, str], folder: Path
+    ) -> Command:
         """Return a command that starts an agent on each host."""
-        environ.setdefault(env_vars.MAIN_ADDRESS, hosts[0])  # MPICH's mpirun does not set it
+        own = dict(environ)
         # Not each launcher passes the environment to other hosts, and command lines are public.
-        file = attempt.folder / "agent.json"
+        file = folder / "agent.json"
         with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
-            json.dump({"plan": self._plan(hosts, attempt), "environ": environ}, stream)
-        step = attempt.folder / "step"
-        step.mkdir(mode=0o700)
+            json.dump({"agent": own.pop(env_vars.AGENT), "environ": own}, stream)
         agent = [sys.executable, "-m", "hpctrain.launch.agent", str(file)]
-        return [*self._starter(hosts, environ), *agent], environ, step / "exit-status"
+        return [*self._starter(hosts, own), *agent], own
 
 
 def _mpirun(hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:

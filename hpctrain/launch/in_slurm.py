@@ -5,20 +5,20 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.cluster import env_vars, slurm
+from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError, UsageError
-from hpctrain.launch import supervisor
 from hpctrain.launch.containers import pyxis
-from hpctrain.launch.host_ends import FirstFailure, HostsEnd, first_of
-from hpctrain.launch.job_hosts import Attempt, Inside, JobHosts
+from hpctrain.launch.end import End
+from hpctrain.launch.job_hosts import Command, JobHosts
+from hpctrain.launch.plan import Plan
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import signal_name
-from hpctrain.launch.standby import Step
 from hpctrain.process import failure_record
 
 __all__ = ["Direct", "InSlurm", "Once"]
@@ -55,28 +55,22 @@ class InSlurm(JobHosts):
         env: environment of the batch script or of the allocation's shell.
         nproc: number of ranks of each host, as `rank_environment.layout` takes it; None for the
             job's tasks if it asked for more than one on a host, else one for each GPU.
-        inside: what surrounds the ranks.
 
     Raises:
         ContradictionError: SLURM_TASKS_PER_NODE does not fit SLURM_JOB_NODELIST.
         UsageError: `nproc` does not fit the hosts.
     """
 
-    broadcasts = True  # --input=all is the default of srun(1)
     unusable = "HT210.slurm-nodes-unusable"
 
-    def __init__(
-        self, env: Mapping[str, str], nproc: str | None = None, inside: Inside | None = None
-    ) -> None:
+    def __init__(self, env: Mapping[str, str], nproc: str | None = None) -> None:
         names = hosts_of_job(env)
         if twice := {name for name in names if names.count(name) > 1}:
             raise UsageError("HT101.node-in-two-parts", nodes=", ".join(sorted(twice)))
         counts = (_tasks(env, names) if nproc is None else None) or [0] * len(names)
-        super().__init__(dict(zip(names, counts, strict=True)), nproc, inside)
+        super().__init__(dict(zip(names, counts, strict=True)), nproc)
         self._env = env
         self._parts = slurm.hosts_of_parts(env)
-        # Only the tasks of the first part get it: tried with 22.05.
-        self.broadcasts = self.broadcasts and not self._parts
 
     def present(self) -> list[str]:
         """Return the hosts that are still in the job; Slurm itself ends the tasks of a step."""
@@ -96,28 +90,27 @@ class InSlurm(JobHosts):
             return False
         return True
 
-    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
-        """Return an srun that starts an agent on each host."""
-        environ = {
+    def command(
+        self, hosts: Sequence[str], plan: Plan, environ: Mapping[str, str], folder: Path
+    ) -> Command:
+        """Return an srun that starts an agent on each host, for as long as the job lives."""
+        own = {
             name: value
             for name, value in environ.items()
             if _OF_A_PART.sub("", name) not in _OF_THE_STEP
         }
-        environ[env_vars.AGENT] = self._plan(hosts, attempt)
         agent = [sys.executable, "-m", "hpctrain.launch.agent"]
-        # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
-        # A site's WaitTime would end the agents some seconds after the first one of them.
-        how = ["--quiet", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--unbuffered"]
-        how += ["--wait=0", *(["--no-kill"] if attempt.waits else [])]
+        # The step goes on without a host or an agent that is lost. For Slurm, such a step holds the
+        # other hosts' CPUs. A site's WaitTime would end the agents after the first one of them.
+        how = ["--quiet", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none"]
+        how += ["--unbuffered", "--wait=0"]
         command = ["srun"]
         for group, _, names in self._groups(hosts):
             count = len(names)
             command += [":"] if len(command) > 1 else []
             command += [*group, *how, f"--nodes={count}", f"--ntasks={count}"]
             command += ["--ntasks-per-node=1", f"--nodelist={compress(names)}", *agent]
-        step = attempt.folder / "step"
-        step.mkdir(mode=0o700)
-        return command, environ, step / "exit-status"
+        return command, own
 
     def _groups(self, hosts: Sequence[str]) -> Iterator[tuple[list[str], str, list[str]]]:
         """Yield srun's option for each part of the job, the end of its variables, its hosts."""
@@ -131,57 +124,71 @@ class InSlurm(JobHosts):
 class Once(InSlurm):
     """The first host of a Slurm job, on which the program runs once; it starts its ranks itself."""
 
-    broadcasts = False
+    agents = False
 
-    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
+    def command(
+        self, hosts: Sequence[str], plan: Plan, environ: Mapping[str, str], folder: Path
+    ) -> Command:
         """Return the program with the variables of its start."""
-        return list(attempt.command), environ, attempt.folder / "exit-status-0"
+        return list(plan.command), dict(environ)
 
-    def _end(self, folder: Path, outcome: supervisor.Outcome) -> HostsEnd:
+    def end_of(self, folder: Path, end: End) -> End:
+        """Return how the ranks ended, from their records, as other programs have started them."""
         failures, hosts = failure_record.failures(folder), failure_record.sessions(folder)
         found = [
-            FirstFailure(
-                rank,
-                hosts.get(rank, ""),
-                failure.date,
-                failure.caused_by_other_rank,
-                failure.description,
-                failure.exit_code,
-                failure.error,
+            replace(
+                end,
+                code=failure.exit_code,
+                rank=rank,
+                host=hosts.get(rank, ""),
+                time=failure.date,
+                caused_by_other_rank=failure.caused_by_other_rank,
+                brief=failure.description,
+                error=failure.error,
             )
             for rank, failure in failures.items()
         ]
-        first = first_of(found) if outcome.code else None
+        if not (found and end.code):
+            return replace(end, rank=None, ranks=max(len(failures), 1))
+        first = End.of_hosts(found)
         killed = hosts.keys() - failures.keys()  # they could record nothing
         # srun kills other ranks, too; then it is not known which one was the first.
-        if first and first.caused_by_other_rank and outcome.code > 128 and len(killed) == 1:
-            (rank,), how = killed, f"with signal {signal_name(outcome.code - 128)}"
-            first = FirstFailure(rank, hosts[rank], first.time, False, how, outcome.code)
-        code = first.code if first else outcome.code
-        return HostsEnd(code, outcome.signal is not None, first, ranks=max(len(failures), 1))
+        if first.caused_by_other_rank and end.code > 128 and len(killed) == 1:
+            (rank,), how = killed, f"with signal {signal_name(end.code - 128)}"
+            first = replace(
+                first,
+                code=end.code,
+                rank=rank,
+                host=hosts[rank],
+                caused_by_other_rank=False,
+                brief=how,
+                error="",
+            )
+        return replace(first, ranks=max(len(failures), 1))
 
 
 class Direct(Once):
     """Hosts of a Slurm job on which srun starts each rank as a task, as for MPI."""
 
-    def _step(self, hosts: Sequence[str], attempt: Attempt, environ: dict[str, str]) -> Step:
+    def command(
+        self, hosts: Sequence[str], plan: Plan, environ: Mapping[str, str], folder: Path
+    ) -> Command:
         """Return an srun with the layout of the job."""
-        environ = {name: value for name, value in environ.items() if name != _EXPORT}
+        own = {name: value for name, value in environ.items() if name != _EXPORT}
         how = ["--quiet", "--kill-on-bad-exit=1"]
-        if self._inside.container:
-            inside = self._inside
-            how += pyxis(inside.container, os.getcwd(), environ, inside.variables)
+        if plan.container:
+            how += pyxis(plan.container, os.getcwd(), own, plan.variables)
         command = ["srun"]
         if self._parts:
             # Those of the first part would count for a part that has none.
-            environ = {name: value for name, value in environ.items() if name not in _OF_ONE_PART}
+            own = {name: value for name, value in own.items() if name not in _OF_ONE_PART}
         for group, suffix, _ in self._groups(hosts):
-            cpus = environ.get(f"SLURM_CPUS_PER_TASK{suffix}")
+            cpus = own.get(f"SLURM_CPUS_PER_TASK{suffix}")
             command += [":"] if len(command) > 1 else []
             # Not every version of Slurm passes the CPUs from sbatch to srun.
             command += [*group, *how, *([f"--cpus-per-task={cpus}"] if cpus else [])]
-            command += attempt.command
-        return command, environ, attempt.folder / "exit-status-0"
+            command += plan.command
+        return command, own
 
 
 def _tasks(env: Mapping[str, str], hosts: Sequence[str]) -> list[int] | None:

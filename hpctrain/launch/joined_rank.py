@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hpctrain.cluster import launchers
-from hpctrain.launch.rank_environment import Connection, of_rank
+from hpctrain.launch.rank_environment import of_rank
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import no_program, serve_stores
 from hpctrain.launch.stores import Stores
@@ -43,14 +43,17 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
     if met.listener is not None:
         met.listener.close()
     world, roster = met.world, met.roster
-    connection = Connection(
+    of_this_rank = of_rank(
+        world,
+        roster.ranks_per_host,
+        env,
         start=met.nonce,
         main_address=roster.addresses[0],
         own_address=roster.addresses[world.rank],
         secret=point.secret or met.nonce,
         ports=tuple(met.shared),
     )
-    environ = {**env, **of_rank(world, roster.ranks_per_host, connection, env)}
+    environ = {**env, **of_this_rank}
     # Under mpirun, a person may have chosen MPI for Horovod.
     environ |= {name: env[name] for name in _CHOSEN if name in env}
     if stores is not None:

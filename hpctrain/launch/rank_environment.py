@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.cluster import env_vars
 from hpctrain.cluster import visible_gpus as devices
@@ -18,7 +18,6 @@ from hpctrain.rendezvous.addresses import LOOPBACK
 from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = [
-    "Connection",
     "environs",
     "environs_of_host",
     "gpus_of",
@@ -38,28 +37,6 @@ _OF_A_TASK = (
 
 # Each rank is a Python process; a larger number on one machine is probably a typing error.
 _MOST_RANKS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Way of a rank to the other ranks of its start.
-
-    Attributes:
-        start: name of this start, different from that of any other start. Attempts of one launcher
-            have the same text before a slash.
-        main_address: address of the host with rank 0, reachable from all hosts.
-        own_address: address of this host, reachable from all hosts.
-        secret: secret that the ranks of this start share; may be empty.
-        ports: ports of torch's and Horovod's store at `main_address`; None without them.
-        restarts: number of earlier attempts of this start.
-    """
-
-    start: str
-    main_address: str
-    own_address: str
-    secret: str = ""
-    ports: tuple[int, int] | None = None
-    restarts: int = 0
 
 
 def layout(per_node: str, gpus: Sequence[int]) -> tuple[int, ...]:
@@ -121,12 +98,12 @@ def environs(
     common = _common(env, launcher, cores.share(len(worlds), env))
     common[env_vars.SECRET] = secret
     simulated = next(kind for kind in LAUNCHERS if kind.name == launcher)
-    connection = Connection(str(start), LOOPBACK, LOOPBACK, secret, ports)
+    way: dict[str, Any] = {"start": str(start), "main_address": LOOPBACK, "own_address": LOOPBACK}
     found = {}
     for world in worlds:
         own = simulated.environ(world, tasks_per_node, start)
         if launcher == "hpctrain":
-            own = of_rank(world, tasks_per_node, connection, env)
+            own = of_rank(world, tasks_per_node, env, **way, secret=secret, ports=ports)
         found[world.rank] = {**common, **own, **_simulated(world, tasks_per_node, gpus)}
     return found
 
@@ -135,7 +112,7 @@ def environs_of_host(
     world: World,
     tasks_per_node: Sequence[int],
     env: Environ,
-    connection: Connection,
+    **way: Any,
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each rank of this host, one of several.
 
@@ -143,7 +120,7 @@ def environs_of_host(
         world: this host as a rank among the hosts; `hosts` and `node_rank` are set.
         tasks_per_node: number of ranks on each host.
         env: environment to start from; variables of launchers are removed from it.
-        connection: way to the other ranks.
+        way: way to the other ranks, as keywords of `of_rank`.
 
     Raises:
         UsageError: there are more ranks than one machine may have.
@@ -153,13 +130,22 @@ def environs_of_host(
     share = cores.share(tasks_per_node[here], env)
     common = _common(env, "hpctrain", share)
     return {
-        rank.rank: {**common, **of_rank(rank, tasks_per_node, connection, env)}
+        rank.rank: {**common, **of_rank(rank, tasks_per_node, env, **way)}
         for rank in _worlds(here, tasks_per_node, world.hosts)
     }
 
 
 def of_rank(
-    world: World, tasks_per_node: Sequence[int], connection: Connection, env: Environ
+    world: World,
+    tasks_per_node: Sequence[int],
+    env: Environ,
+    *,
+    start: str,
+    main_address: str,
+    own_address: str,
+    secret: str = "",
+    ports: tuple[int, int] | None = None,
+    restarts: int = 0,
 ) -> dict[str, str]:
     """Return the variables of a rank: those of hpctrain, torchrun, horovodrun, and srun in its job.
 
@@ -170,28 +156,33 @@ def of_rank(
     Args:
         world: place of the rank; complete.
         tasks_per_node: number of ranks on each host.
-        connection: way to the other ranks.
         env: environment of this process, with the scheduler's job, and the network interface if a
             person has chosen it.
+        start: name of this start, different from that of any other start. Attempts of one launch
+            have the same text before a slash.
+        main_address: address of the host with rank 0, reachable from all hosts.
+        own_address: address of this host, reachable from all hosts.
+        secret: secret that the ranks of this start share; may be empty.
+        ports: ports of torch's and Horovod's store at `main_address`; None without them.
+        restarts: number of earlier attempts of this start.
     """
-    start, ports = connection.start, connection.ports
     environ = {
         **HpctrainRun().environ(world, tasks_per_node, 0),
         env_vars.START: start,
-        env_vars.MAIN_ADDRESS: connection.main_address,
-        **({env_vars.SECRET: connection.secret} if connection.secret else {}),
+        env_vars.MAIN_ADDRESS: main_address,
+        **({env_vars.SECRET: secret} if secret else {}),
     }
     if ports is None:
         return environ
     environ |= Torchrun().environ(world, tasks_per_node, 0) | {
         "TORCHELASTIC_RUN_ID": f"hpctrain-{start.replace('/', '-')}",
-        "TORCHELASTIC_RESTART_COUNT": str(connection.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(connection.restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": connection.main_address,
+        "MASTER_ADDR": main_address,
         "MASTER_PORT": str(ports[0]),
     }
-    interface = env.get(env_vars.INTERFACE) or interface_of(connection.own_address)
+    interface = env.get(env_vars.INTERFACE) or interface_of(own_address)
     chosen = env.get(env_vars.INTERFACE) or env.get(env_vars.GLOO_INTERFACE)
     if interface and len(tasks_per_node) > 1 and not chosen:
         # A host's own name often leads to loopback, which gloo would use without it.
@@ -200,7 +191,7 @@ def of_rank(
         # A part of the path of HTTP requests, so not the host name, which may hold any character.
         "HOROVOD_HOSTNAME": f"host-{world.node_rank}",
         "HOROVOD_GLOO_IFACE": interface or "lo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": connection.main_address,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": main_address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(ports[1]),
     }
     if env.get("SLURM_JOB_ID"):

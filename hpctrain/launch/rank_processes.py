@@ -29,7 +29,6 @@ __all__ = [
     "ForkServer",
     "Imports",
     "Rank",
-    "Started",
     "no_program",
     "serve_stores",
     "signal_name",
@@ -53,7 +52,6 @@ class Rank:
         stderr: its standard error.
         stdout: its standard output; None if it has the terminal, and then it is in this process's
             group.
-        stdin: its standard input, if this process writes to it.
         tail: last lines of its standard error.
         code: exit code, or the negative number of the signal that ended it; None while it runs.
         ended: time of its end, in seconds of the monotonic clock.
@@ -69,30 +67,12 @@ class Rank:
     status: IO[bytes]
     stderr: IO[bytes]
     stdout: IO[bytes] | None = None
-    stdin: IO[bytes] | None = None
     tail: Tail = field(default_factory=Tail)
     code: int | None = None
     ended: float = float("inf")
     failure: Failure | None = None
     shown: bool = False
     kills: int = field(default_factory=memory.kills)
-
-    def begin(self, number: int, environ: Mapping[str, str]) -> None:
-        """Let a rank begin that waits on a pipe; see `standby`.
-
-        Args:
-            number: its number.
-            environ: its environment, from which it may have been started with other values.
-        """
-        self.number = number
-        assert self.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which is noticed by `wait`
-            self.stdin.write(f"{json.dumps(dict(environ))}\n".encode())
-            self.stdin.close()
-
-    def runs(self, seconds: float = 0.0) -> bool:
-        """Return whether the process still runs after some seconds; not beside a `wait`."""
-        return not (self.status.closed or select.select([self.status], [], [], seconds)[0])
 
     def wait(self) -> None:
         """Wait until the process has ended; it keeps its id until the server's end."""
@@ -239,7 +219,6 @@ class ForkServer:
         environ: Mapping[str, str],
         cores: Set[int] | None = None,
         folder: str | None = None,
-        listens: bool = False,
         terminal: bool = False,
         forks: bool = False,
     ) -> Rank:
@@ -251,7 +230,6 @@ class ForkServer:
             environ: environment of the rank.
             cores: cores that the rank and its child processes may use; None for no change.
             folder: working directory; None for that of this process.
-            listens: whether this process writes to its standard input, which otherwise is empty.
             terminal: whether it has this process's standard input and output, in the session of its
                 terminal.
             forks: whether it is to be a copy of the server.
@@ -272,12 +250,7 @@ class ForkServer:
         own: list[int] = []
         remote: list[int] = []
         try:
-            if listens:
-                reader, writer = os.pipe()
-                own.append(writer)
-                remote.append(reader)
-            else:
-                remote.append(os.dup(0) if terminal else os.open(os.devnull, os.O_RDONLY))
+            remote.append(os.dup(0) if terminal else os.open(os.devnull, os.O_RDONLY))
             if terminal:
                 remote.append(os.dup(1))
             while len(remote) < fork_server.DESCRIPTORS:
@@ -303,7 +276,6 @@ class ForkServer:
             os.fdopen(status, "rb"),
             os.fdopen(stderr, "rb"),
             os.fdopen(streams[-1], "rb") if not terminal else None,
-            os.fdopen(streams[0], "wb") if listens else None,
         )
 
     def _pid_of_rank(self) -> int:
@@ -329,6 +301,24 @@ class ForkServer:
                 raise StartError("HT212.no-process", rank=0, error="the fork server has ended")
         return self._ready
 
+    def serve(self, stores: Stores) -> None:
+        """Let the server serve the stores of the next attempt, until the next `sweep`."""
+        modules = [module for _, module in stores.servers]
+        line = json.dumps({"stores": modules}).encode() + b"\n"
+        descriptors = [*(descriptor for descriptor, _ in stores.servers), stores.tells]
+        with contextlib.suppress(OSError):  # it was killed, which the start of a rank notices
+            socket.send_fds(self._socket, [line[:1]], descriptors)
+            self._socket.sendall(line[1:])
+
+    def sweep(self) -> bool:
+        """End all processes of an attempt; return whether none is left, and the server is fine."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(b'{"sweep": true}\n')
+            while line := self._replies.readline():
+                if line.startswith(b"swept "):
+                    return line == b"swept 0\n"
+        return False
+
     @property
     def was_killed(self) -> bool:
         """Whether the server has ended by itself, and its ranks with it."""
@@ -351,13 +341,6 @@ class ForkServer:
                 stream.close()
         self._replies.close()
         self._socket.close()
-
-
-class Started(NamedTuple):
-    """Ranks of this host that run, and the server that has started them."""
-
-    server: ForkServer
-    ranks: Sequence[Rank]
 
 
 def serve_stores(stores: Stores) -> None:

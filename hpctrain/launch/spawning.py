@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.launch import rank_environment, supervisor, warm_imports
+from hpctrain.launch.end import End
 from hpctrain.process import calls
-from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["run_rank", "spawn"]
 
@@ -74,17 +74,14 @@ def spawn(
         (folder / "call.pickle").write_bytes(pickle.dumps((*place, call)))
         package = str(Path(launchers.__file__).parents[3])
         command = [sys.executable, "-c", _RANK, package, name]
-        exit_status_file = folder / "exit-status"
         imports = warm_imports.of_function(list(environs.values()))
-        outcome = supervisor.run(
-            command, environs, exit_status_file, labelled=count > 1, imports=imports
-        )
+        end = supervisor.run(command, environs, folder, labelled=count > 1, imports=imports)
         failure: HpctrainError | None = None
         try:
-            results = _results(folder, outcome, read_exit_status(exit_status_file))
+            results = _results(folder, end, count)
         except HpctrainError as error:
             failure = error
-    _interrupt(outcome)  # after the folder is removed, because it may end this process
+    _interrupt(end)  # after the folder is removed, because it may end this process
     if failure is not None:
         raise failure
     return results
@@ -110,36 +107,32 @@ def _refuse_inside_of_ranks() -> None:
         raise UsageError("HT215.spawn-in-rank", world=world)
 
 
-def _interrupt(outcome: supervisor.Outcome) -> None:
+def _interrupt(end: End) -> None:
     """Handle the signal that was forwarded to the ranks, after the ranks have ended."""
-    if outcome.signal is None:
+    if end.signal is None:
         return
-    if outcome.signal == signal.SIGINT:
+    if end.signal == signal.SIGINT:
         raise KeyboardInterrupt
-    signal.raise_signal(outcome.signal)
+    signal.raise_signal(end.signal)
 
 
-def _results(
-    folder: Path, outcome: supervisor.Outcome, exit_status: tuple[int, str] | None
-) -> list[Any]:
+def _results(folder: Path, end: End, count: int) -> list[Any]:
     """Return the results of the ranks.
 
     Raises:
         HpctrainError: a rank has failed, or ended before the function returned.
     """
-    count, first = len(outcome.ranks), outcome.first
-    results = [folder / f"result-{rank.number}" for rank in outcome.ranks]
+    results = [folder / f"result-{rank}" for rank in range(count)]
     missing = [number for number, path in enumerate(results) if not path.exists()]
-    if first is None and not missing:
+    if end.rank is None and not missing:
         # Only this user can write to the folder.
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
-    code, reason = exit_status or (0, "")
-    wrong_use = UsageError.exit_code in (code or outcome.code, first and first.code)
+    code, reason = end.recorded or (0, "")
+    wrong_use = UsageError.exit_code in (code or end.code, end.rank is not None and end.code)
     kind = UsageError if wrong_use else HpctrainError
-    if first is not None:
-        end = first.describe_end()
-        error = kind("HT217.rank-failed", rank=first.number, ranks=count, end=end)
-    elif exit_status:
+    if end.rank is not None:
+        error = kind("HT217.rank-failed", rank=end.rank, ranks=count, end=end.text)
+    elif end.recorded:
         error = kind("HT217.rank-ended-with-reason", rank=missing[0], ranks=count, reason=reason)
     else:
         error = kind("HT217.rank-ended", rank=missing[0], ranks=count)

@@ -15,15 +15,13 @@ from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError, exit_codes
-from hpctrain.launch import agent, attempts, rank_environment, supervisor, warm_imports
-from hpctrain.launch.attempts import Policy
-from hpctrain.launch.host_ends import End, end_of
-from hpctrain.launch.host_start import Plan
+from hpctrain.launch import job_supervisor, peers, rank_environment, supervisor, warm_imports
+from hpctrain.launch.end import End
 from hpctrain.launch.job_hosts import JobHosts
+from hpctrain.launch.plan import Plan
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.stores import Stores
-from hpctrain.process import failure_record
-from hpctrain.rundir.exit_status import read_exit_status, write_exit_status
+from hpctrain.rundir.exit_status import write_exit_status
 
 __all__ = [
     "as_agent",
@@ -130,9 +128,9 @@ def _host(
     point: RendezvousPoint,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
-        plan = Plan(command, nproc, name, temporary=True)
-        end = agent.run(plan, world, point, env)
-        return _conclude(end, Path(name), command, env)
+        plan = Plan(command, name, temporary=True)
+        end = peers.run(plan, nproc, world, point, env)
+        return _conclude(end, command, env)
 
 
 def simulated(
@@ -171,19 +169,19 @@ def simulated(
         rank_environment.print_threads(env, len(environs))
         imports = warm_imports.of_command(command, os.getcwd(), list(environs.values()))
         with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
-            outcome = supervisor.run(
+            end = supervisor.run(
                 command,
                 environs,
-                Path(name) / "exit-status-0",
+                Path(name),
                 labelled=len(environs) > 1,
                 stores=stores,
                 imports=imports,
                 terminal=terminal,
+                host=socket.gethostname(),
             )
-            end = end_of(outcome, len(environs), socket.gethostname())
             # Without stores it is not known whether the ranks have connected.
             end = replace(end, connected=stores is None or stores.used)
-            return _conclude(end, Path(name), command, env)
+            return _conclude(end, command, env)
     finally:
         if stores is not None:
             stores.close()
@@ -199,17 +197,17 @@ def _in_terminal() -> bool:
         return False
 
 
-def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> int:
+def _conclude(end: End, command: Sequence[str], env: Mapping[str, str]) -> int:
     """Return the exit code of a start on this machine, and report what a person has to know."""
-    exit_status = read_exit_status(folder / "exit-status-0")
+    exit_status = end.recorded
     if exit_status is None and end.stop_unhandled and end.signal is not None:
         name = signal.Signals(end.signal).name
         exit_status = exit_codes.STOPPED, f"{name} was received before the session was open"
     if not (exit_status and exit_status[0] == exit_codes.STOPPED):
         # The package's own commands, such as `-m hpctrain doctor`, train nothing.
         trains = list(command[1:3]) != ["-m", "hpctrain"]
-        alone = not (failure_record.sessions(folder) or end.connected)
-        if trains and end.first is None and alone and end.ranks > 1:
+        alone = not (end.opened or end.connected)
+        if trains and end.rank is None and alone and end.ranks > 1:
             announce(
                 f"none of the {end.ranks} ranks has opened a Session or connected to the others: "
                 "each rank has trained alone\n"
@@ -217,8 +215,8 @@ def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, 
                 "torch.distributed.init_process_group()\n"
                 "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone"
             )
-        if end.first is not None and end.ranks > 1 and not end.usage:
-            announce(f"rank {end.first.rank} {end.first.conclusion}")
+        if end.rank is not None and end.ranks > 1 and not end.usage:
+            announce(f"rank {end.rank} {end.conclusion}")
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     # An exit status of 0 does not cover errors of a rank after its session.
     return exit_status[0] if exit_status and (exit_status[0] or not end.code) else end.code
@@ -226,22 +224,19 @@ def _conclude(end: End, folder: Path, command: Sequence[str], env: Mapping[str, 
 
 def on_hosts(
     hosts: JobHosts,
-    command: Sequence[str],
+    plan: Plan,
     directory: Path,
     env: Mapping[str, str],
-    policy: Policy,
     received: Sequence[int] = (),
 ) -> tuple[int, str]:
     """Start a command on the hosts of an allocation, and again after a failure.
 
     Args:
         hosts: hosts of the allocation.
-        command: program and arguments; a program that is started again has to resume from
-            `directory`.
+        plan: plan of the launch; a program that is started again has to resume from `directory`.
         directory: run directory, on a file system that all hosts share.
         env: environment of the ranks.
-        policy: rules for further attempts.
-        received: stop signals that this process has received so far, and receives between attempts.
+        received: stop signals that this process has received so far.
 
     Returns:
         An exit code of `exit_codes` or the exit code of the last attempt, and the reason.
@@ -251,7 +246,7 @@ def on_hosts(
         UsageError: the run directory cannot be made.
     """
     run_directory = rundir.RunDirectory(directory)
-    exit_status = attempts.run(hosts, command, run_directory, env, policy, received)
+    exit_status = job_supervisor.run(hosts, plan, run_directory, env, received)
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     return exit_status
 

@@ -6,109 +6,91 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.cluster import env_vars
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import StartError, UsageError
+from hpctrain.launch.end import End
 from hpctrain.launch.rank_output import Output, announce
-from hpctrain.launch.rank_processes import ForkServer, Imports, Rank, Started
+from hpctrain.launch.rank_processes import ForkServer, Imports, Rank
 from hpctrain.launch.stores import Stores
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
+from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = [
+    "EXIT_STATUS",
     "SECONDS_BETWEEN_CALLS",
     "SECONDS_OF_ONE_SIGNAL",
+    "EndRequest",
     "Events",
-    "Outcome",
+    "is_ready",
+    "new_server",
     "run",
+    "signals_as_events",
     "with_files",
 ]
 
 # A rank that lost another rank ends by itself within seconds, with a useful error.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_STOP = 5.0
+# A rank that a stop signal has ended saves nothing more with the others; those may save alone.
+_SECONDS_AFTER_SIGNAL = 30.0
 # PBS sends a signal to all processes of a job, and a parent such as timeout(1) sends it on.
 SECONDS_OF_ONE_SIGNAL = 0.5
 # A child process of a rank may hold the rank's output open after the rank has ended.
 _SECONDS_TO_DRAIN = 1.0
-# A lost host is found in such a call: with a longer time, the next attempt would begin later.
+# Longest wait for an event. The kernel may deliver a signal to another thread: Python then handles
+# it only when the main thread wakes up.
 SECONDS_BETWEEN_CALLS = 0.25
 
+EXIT_STATUS = "exit-status"
 _FRESH = "each rank imports its modules itself"
 
 _FORWARDED = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
-# A rank that has ended, a signal of this process, or None when all output is forwarded.
-Events = queue.SimpleQueue[Rank | int | None]
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of a start.
+class EndRequest(NamedTuple):
+    """Request to end the ranks and their child processes by a signal.
 
     Attributes:
-        ranks: ranks of this machine, all of them ended.
-        first: rank that failed first by itself; None if no rank failed.
-        signal: signal that was forwarded to the ranks, or came after their end; None without one.
-        failed: time at which that rank failed, in seconds of the monotonic clock.
+        number: number of the signal.
+        seconds: time until SIGKILL follows; None for no limit.
     """
 
-    ranks: Sequence[Rank]
-    first: Rank | None
-    signal: int | None
-    failed: float = 0.0
+    number: int
+    seconds: float | None = None
 
-    @property
-    def stop_unhandled(self) -> bool:
-        """Whether a stop signal ended ranks that did not handle it yet.
 
-        A rank with a session handles it, so these ranks had not begun to train.
-        """
-        ends = [rank.code for rank in self.ranks if rank.code]
-        return (
-            self.first is None
-            and self.signal in signals.STOP
-            and bool(ends)
-            and all(code in (-self.signal, 128 + self.signal) for code in ends)
-        )
-
-    @property
-    def usage(self) -> bool:
-        """Whether all ranks have ended with the exit code of wrong use."""
-        return all(rank.code == UsageError.exit_code for rank in self.ranks)
-
-    @property
-    def code(self) -> int:
-        """Exit code of the first rank that failed, as in a shell; 0 on success."""
-        if self.first is not None and self.first.code:
-            return self.first.code if self.first.code > 0 else 128 - self.first.code
-        if self.signal is not None and any(rank.code for rank in self.ranks):
-            return 128 + self.signal
-        # This process has ended them.
-        return 128 + signal.SIGKILL if any(rank.code for rank in self.ranks) else 0
+# A rank that has ended, a signal of this process, a request, or None when all output is forwarded.
+Event = Rank | int | EndRequest | None
+Events = queue.SimpleQueue[Event]
 
 
 def run(
     command: Sequence[str],
     environs: Mapping[int, Mapping[str, str]],
-    exit_status_file: Path,
+    files: Path,
     labelled: bool,
     events: Events | None = None,
     cores: Sequence[Set[int]] | None = None,
     temporary: bool = True,
-    forward: Callable[[int], str] | None = None,
     folder: str | None = None,
     announces: bool = True,
-    started: Started | None = None,
+    server: ForkServer | None = None,
     meanwhile: Callable[[], None] | None = None,
+    failing: Callable[[], None] | None = None,
     stores: Stores | None = None,
     imports: Imports | None = None,
+    fresh: bool = False,
     terminal: int | None = None,
-) -> Outcome:
+    total: int = 0,
+    host: str = "",
+) -> End:
     """Run a command once for each rank, until all ranks have ended.
 
     In the main thread, the first SIGINT, SIGHUP or signal of `signals.STOP` is forwarded to the
@@ -119,24 +101,25 @@ def run(
     Args:
         command: program and arguments.
         environs: environment of each rank, by rank.
-        exit_status_file: path for $HPCTRAIN_EXIT_STATUS_FILE, in a folder of this start
-            only, which also gets the failure records.
+        files: folder of this start only, which gets the exit status file and the failure records
+            of the ranks.
         labelled: whether each line of output begins with the rank.
         events: queue of events; the number of a signal in it counts as a signal to this process.
-            SIGKILL ends the ranks at once.
         cores: cores of each rank, in the order of `environs`; None to bind no rank.
-        temporary: whether the folder of the exit status file is removed if this process is killed.
-        forward: function that is called for a first signal, in place of sending it to the ranks,
-            and returns what it has done, for a message. A second one then ends the ranks by
-            SIGTERM, and not by SIGKILL.
+        temporary: whether this folder is removed if this process is killed.
         folder: working directory of the ranks (default: that of this process).
         announces: whether to print that a signal is forwarded.
-        started: the ranks and their server, if the processes are there already.
+        server: server that starts the ranks, and is swept at their end (default: a new one, which
+            ends with them).
         meanwhile: function that is called each `SECONDS_BETWEEN_CALLS` while ranks run.
+        failing: function that is called once when a rank has failed, and others still run.
         stores: sockets of the stores to serve.
         imports: what one process imports for all ranks; None for ranks that are new interpreters.
+        fresh: whether no rank is forked from a warm server.
         terminal: number of the rank that has this process's terminal, and is a new interpreter.
             SIGINT is then left to it, as Ctrl-C reaches it.
+        total: number of ranks of all hosts (default: of this one).
+        host: name of this host, for the result.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -145,39 +128,34 @@ def run(
         events = queue.SimpleQueue()
     ranks: list[Rank] = []
     output: Output | None = None
-    with _signals(events, terminal is not None):
-        own_folder = exit_status_file.parent if temporary else None
-        server = started.server if started else None
+    with signals_as_events(events, terminal is not None):
+        own_folder = files if temporary else None
+        own = with_files(next(iter(environs.values())), files)
+        keeps = server is not None
         if server is None:
-            server = _server(own_folder, stores, imports, terminal is not None, events)
-        watch = _Watch(ranks, events, forward, announces, meanwhile)
+            server = new_server(own_folder, stores, imports, terminal is not None, events)
+        watch = _Watch(ranks, events, announces, meanwhile, failing)
         try:
             for index, (number, environ) in enumerate(environs.items()):
-                own = with_files(environ, exit_status_file)
-                bound_to = cores[index] if cores else None
-                if started:
-                    ranks.append(started.ranks[index])
-                else:
-                    has_terminal = number == terminal
-                    forks = server.warm and not (server.obstacle or has_terminal)
-                    ranks.append(
-                        server.start(
-                            number,
-                            command,
-                            own,
-                            bound_to,
-                            folder,
-                            terminal=has_terminal,
-                            forks=forks,
-                        )
+                has_terminal = number == terminal
+                ranks.append(
+                    server.start(
+                        number,
+                        command,
+                        with_files(environ, files),
+                        cores[index] if cores else None,
+                        folder,
+                        terminal=has_terminal,
+                        forks=server.warm and not (server.obstacle or has_terminal or fresh),
                     )
+                )
             if server.obstacle:
                 announce(f"{_FRESH}: {server.obstacle}")
             output = Output(
                 ranks,
                 labelled,
                 lambda: events.put(None),
-                partial(failure_record.shows, {env_vars.EVIDENCE: str(exit_status_file.parent)}),
+                partial(failure_record.shows, own),
             )
             watch.wait()
             watch.drain(_SECONDS_TO_DRAIN)
@@ -186,17 +164,20 @@ def run(
                 announce("the process that had started the ranks was killed, and they with it")
             for rank in ranks:
                 rank.signal(signal.SIGKILL)
-            server.end()
+            if not keeps:
+                server.end()
+            elif not server.sweep():
+                server.kill()
             for rank in ranks:
                 rank.close(output=output is None)
             if output is not None:
                 output.stop()
         watch.drain()
     watch.take_late_signal()
-    return watch.outcome(exit_status_file.parent)
+    return watch.end(own, total or len(ranks), host)
 
 
-def _server(
+def new_server(
     folder: Path | None,
     stores: Stores | None,
     imports: Imports | None,
@@ -206,29 +187,35 @@ def _server(
     """Return a server that can start ranks, which has imported modules if there are any."""
     if imports is not None:
         server = ForkServer(folder, stores, imports, terminal)
-        try:
-            # The ranks get a signal that comes meanwhile.
-            while events.empty():
-                if server.is_ready(SECONDS_BETWEEN_CALLS):
-                    return server
-        except StartError as error:
-            announce(f"{_FRESH}: {error.found}")
+        if is_ready(server, events):
+            return server
         server.kill()
     return ForkServer(folder, stores, terminal=terminal)
 
 
-def with_files(environ: Mapping[str, str], exit_status_file: Path) -> dict[str, str]:
+def is_ready(server: ForkServer, events: Events) -> bool:
+    """Wait until a server can start ranks; return False if it cannot, or after an event."""
+    try:
+        # The ranks get a signal that comes meanwhile.
+        while events.empty():
+            if server.is_ready(SECONDS_BETWEEN_CALLS):
+                return True
+    except StartError as error:
+        announce(f"{_FRESH}: {error.found}")
+    return False
+
+
+def with_files(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return the environment of a rank with the paths of the files that it writes."""
-    folder = str(exit_status_file.parent)
     return {
         **environ,
-        env_vars.EXIT_STATUS_FILE: str(exit_status_file),
-        env_vars.EVIDENCE: folder,
+        env_vars.EXIT_STATUS_FILE: str(folder / EXIT_STATUS),
+        env_vars.EVIDENCE: str(folder),
     }
 
 
 @contextlib.contextmanager
-def _signals(events: Events, terminal: bool) -> Iterator[None]:
+def signals_as_events(events: "queue.SimpleQueue[Any]", terminal: bool) -> Iterator[None]:
     """Turn signals into events; other threads than the main thread cannot change handlers.
 
     Args:
@@ -276,38 +263,93 @@ class _Watch:
 
     ranks: Sequence[Rank]
     events: Events
-    forward_by: Callable[[int], str] | None
     announces: bool
     meanwhile: Callable[[], None] | None
+    failing: Callable[[], None] | None
     failed: list[Rank] = field(default_factory=list)
     signal: int | None = None
     forwarded: set[int] = field(default_factory=set)
     ended: bool = False
     drained: bool = False
 
-    def outcome(self, folder: Path) -> Outcome:
-        """Return the outcome, after all ranks have ended.
+    def end(self, own: Mapping[str, str], ranks: int, host: str) -> End:
+        """Return how the ranks ended, after all of them have.
 
         Args:
-            folder: folder with the failure records of the ranks.
+            own: environment of a rank, with the paths of the files that it writes.
+            ranks: number of ranks of all hosts.
+            host: name of this host.
         """
+        folder = Path(own[env_vars.EVIDENCE])
         failures = failure_record.failures(folder)
         # The end of a rank can take longer than this process waits for it.
         recorded = [rank for rank in self.ranks if rank.code and rank.number in failures]
         first = _first([*self.failed, *recorded], failures) if self.failed else None
-        failed = 0.0
-        if first is not None:
-            failed = _time_of(first, failures.get(first.number))
-            first.failure = failures.get(first.number)
-            if first.failure is not None and first not in self.failed:
-                first.code = first.failure.exit_code
+        codes = [rank.code for rank in self.ranks if rank.code]
+        end = End(
+            code=self._code(first),
+            ranks=ranks,
+            signal=self.signal,
+            stop_unhandled=first is None
+            and self.signal in signals.STOP
+            and bool(codes)
+            and all(code in (-self.signal, 128 + self.signal) for code in codes),
+            usage=all(rank.code == UsageError.exit_code for rank in self.ranks),
+            opened=bool(failure_record.sessions(folder)),
+            fresh=failure_record.fresh(folder),
+            recorded=read_exit_status(folder / EXIT_STATUS),
+        )
+        return end if first is None else self._with_first(end, first, failures, own, host)
+
+    def _code(self, first: Rank | None) -> int:
+        """Return the exit code of the first rank that failed, as in a shell; 0 on success."""
+        if first is not None and first.code:
+            return first.code if first.code > 0 else 128 - first.code
+        if self.signal is not None and any(rank.code for rank in self.ranks):
+            return 128 + self.signal
+        # This process has ended them.
+        return 128 + signal.SIGKILL if any(rank.code for rank in self.ranks) else 0
+
+    def _with_first(
+        self,
+        end: End,
+        first: Rank,
+        failures: Mapping[int, Failure],
+        own: Mapping[str, str],
+        host: str,
+    ) -> End:
+        """Return an end with what is known of the first rank that failed."""
+        failure = failures.get(first.number)
+        failed = _time_of(first, failure)
+        first.failure = failure
+        code = end.code
+        if failure is not None:
+            if first not in self.failed:
+                code = failure.exit_code
             # Of ranks with the same traceback, another one may have shown it.
-            shown = failure_record.shown(folder)
-            first.shown = first.failure is not None and any(
-                failure.pid == shown and failure.traceback == first.failure.traceback
-                for failure in failures.values()
+            process = failure_record.shown(own)
+            first.shown = any(
+                failure_record.process(one.pid) == process and one.traceback == failure.traceback
+                for one in failures.values()
             )
-        return Outcome(self.ranks, first, self.signal, failed)
+        caused = failure.caused_by_other_rank if failure else first.tail.caused_by_other_rank
+        only = {rank.traceback for rank in self.ranks} <= {"", first.traceback}
+        # os._exit(0) on one rank looks like success to the system.
+        left = [one.number for one in self.ranks if one.code == 0 and one.ended < failed]
+        before = (
+            f", after the end of {ranks_text(left)} with exit code 0" if caused and left else ""
+        )
+        return replace(
+            end,
+            code=code,
+            rank=first.number,
+            host=host,
+            time=time.time() - (time.monotonic() - failed),
+            caused_by_other_rank=caused,
+            brief=first.describe_end(brief=True, only=only, before=before),
+            text=first.describe_end(),
+            error=failure.error if failure else "",
+        )
 
     def wait(self) -> None:
         """Wait until all ranks have ended."""
@@ -323,12 +365,20 @@ class _Watch:
                 self._end(next(next_signals, signal.SIGKILL))
                 deadline = time.monotonic() + _SECONDS_TO_STOP
                 continue
-            if isinstance(event, int):
+            if isinstance(event, EndRequest):
+                self._end(event.number)
+                if event.seconds is not None:
+                    next_signals, deadline = iter(()), time.monotonic() + event.seconds
+            elif isinstance(event, int):
                 self._forward(event)
-            elif event is not None:
+            elif isinstance(event, Rank):
                 running.discard(event)
-                if self._has_failed(event) and deadline is None:
-                    deadline = time.monotonic() + _SECONDS_TO_FAIL
+                seconds = self._seconds_after(event)
+                if seconds and deadline is None and running:
+                    deadline = time.monotonic() + seconds
+                if seconds == _SECONDS_TO_FAIL and self.failing is not None:
+                    self.failing()
+                    self.failing = None
 
     def drain(self, seconds: float = float("inf")) -> None:
         """Wait until all output is forwarded, or a signal is received, or the time is over."""
@@ -355,54 +405,49 @@ class _Watch:
                     self._note_late(event)
 
     def _note_late(self, number: int) -> None:
-        if self.signal is None and number != signal.SIGKILL:
+        if self.signal is None:
             self.signal = number
 
-    def _next(self, deadline: float | None) -> Rank | int | None:
+    def _next(self, deadline: float | None) -> Event:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         event = self.events.get(timeout=timeout)
         self.drained = self.drained or event is None
         return event
 
-    def _next_or_call(self) -> Rank | int | None:
+    def _next_or_call(self) -> Event:
         """Return the next event; call `meanwhile` until then."""
-        while self.meanwhile is not None:
+        while True:
             with contextlib.suppress(queue.Empty):
                 return self._next(time.monotonic() + SECONDS_BETWEEN_CALLS)
-            self.meanwhile()
-        return self._next(None)
+            if self.meanwhile is not None:
+                self.meanwhile()
 
     def _reap(self, rank: Rank) -> None:
         rank.wait()
         self.events.put(rank)
 
-    def _has_failed(self, rank: Rank) -> bool:
-        """Return whether a rank failed by itself, and not by a signal from this process."""
+    def _seconds_after(self, rank: Rank) -> float:
+        """Return how long the other ranks may go on after the end of this one; 0 for no limit."""
         if not rank.code or self.ended:
-            return False
+            return 0.0
         if any(rank.code in (-number, 128 + number) for number in self.forwarded):
-            return False
+            return _SECONDS_AFTER_SIGNAL
+        # It failed by itself, and not by a signal from this process.
         self.failed.append(rank)
-        return True
+        return _SECONDS_TO_FAIL
 
     def _forward(self, number: int) -> None:
-        if number == signal.SIGKILL:
-            self._end(number)
-            return
         if number in self.forwarded:
-            self._end(signal.SIGTERM if self.forward_by else signal.SIGKILL)
+            self._end(signal.SIGKILL)
             return
         self.forwarded.add(number)
         self.signal = number
-        done = "is forwarded to the ranks"
-        if self.forward_by is not None:
-            done = self.forward_by(number)
-        else:
-            for rank in self.ranks:
-                # Not to its child processes: it needs its loader workers while it saves.
-                rank.signal(number, everything=False)
+        for rank in self.ranks:
+            # Not to its child processes: it needs its loader workers while it saves.
+            rank.signal(number, everything=False)
         if self.announces:
-            announce(f"{signal.Signals(number).name} {done}; a second one ends them at once")
+            name = signal.Signals(number).name
+            announce(f"{name} is forwarded to the ranks; a second one ends them at once")
 
     def _end(self, number: int) -> None:
         self.ended = True

@@ -68,6 +68,7 @@ def of_command(
     environs: Sequence[Mapping[str, str]],
     cores: Sequence[Set[int]] | None = None,
     announces: bool = True,
+    alone: bool = False,
 ) -> Imports | None:
     """Return what one process imports for the ranks of a host; None if each imports it itself.
 
@@ -77,13 +78,14 @@ def of_command(
         environs: environment of each rank of this host.
         cores: cores of each rank; None if they are not bound.
         announces: whether to print why each rank imports torch itself, if it does.
+        alone: whether the process may serve a single rank, of one attempt after another.
     """
     words = list(command[1:])
     words = words[1:] if words[:1] == ["-P"] else words
     is_script = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
     first, *others = environs
     # Another Python than this one may have other packages.
-    if not (others and is_script and command[0] == sys.executable and _may_fork(first)):
+    if not ((others or alone) and is_script and command[0] == sys.executable and _may_fork(first)):
         return None
     script = _read(words, folder, first.get("PYTHONPATH", "").split(os.pathsep))
     tops = {name.partition(".")[0] for name in script.imports}
@@ -123,6 +125,8 @@ def _imports_for(
 ) -> Imports:
     first, *others = environs
     common = {k: v for k, v in first.items() if all(one.get(k) == v for one in others)}
+    if not others:  # not taken for the rank itself by who looks for one
+        common = env_vars.scrubbed(common)
     modules = ["numpy", "torch", "hpctrain.process.read_once", *names]
     return Imports(modules, python, common, cores, folder)
 

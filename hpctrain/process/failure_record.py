@@ -1,11 +1,14 @@
 """Files that ranks write for their launcher: whether a session opened, when and how it failed.
 
     FOLDER/session-RANK     the rank has opened a session; the name of its host
-    FOLDER/modules          modules that the ranks of a next attempt import before they are needed
     FOLDER/failure-RANK     JSON with the fields of `Failure`
     FOLDER/fresh            a next attempt has to start new interpreters
-    FOLDER/shown            process id of the rank whose traceback is on standard error
-    FOLDER/shown-HASH       process id of the rank that has written an error with this text
+
+FOLDER is on the rank's host where an agent reads it. Whether a rank shows an error is decided
+between all hosts, in the folder of the stop file:
+
+    FOLDER/shown-ATTEMPT        process of the rank whose traceback is on standard error
+    FOLDER/shown-ATTEMPT-HASH   process of the rank that has written an error with this text
 
 Only the standard library is imported, because `hpctrain run` reads these files.
 """
@@ -15,7 +18,6 @@ import hashlib
 import json
 import os
 import platform
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -36,7 +38,6 @@ __all__ = [
     "failures",
     "fresh",
     "is_open",
-    "modules",
     "note_failure",
     "note_fresh",
     "note_session",
@@ -44,11 +45,6 @@ __all__ = [
     "shown",
     "shows",
 ]
-
-# Modules whose import takes seconds.
-SLOW = ("hpctrain.training.session", "torchvision", "horovod.torch")
-# torch imports it when deterministic algorithms are switched on, else in an optimizer's first step.
-_LATER = "torch._dynamo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,6 @@ class Failure:
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
     """Record that this rank has opened a session."""
-    if rank == 0:
-        names = [*(name for name in SLOW if name in sys.modules), _LATER]
-        _write(env, "modules", "\n".join(names))
     _write(env, f"session-{rank}", env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0])
 
 
@@ -118,22 +111,37 @@ def fresh(folder: Path) -> bool:
 def shows(env: Mapping[str, str], text: str = "") -> bool:
     """Check whether this rank shows its traceback, or an error with a text.
 
-    The first rank does that fails, or the first one with that text.
+    The first rank of all hosts does that fails, or the first one with that text.
     """
-    name = "shown"
+    place = _shown(env, text)
+    # Where nothing can be written, every rank shows it.
+    return place is None or _create(place, process()) or not place.exists()
+
+
+def shown(env: Mapping[str, str]) -> str:
+    """Return the `process` whose traceback is on standard error; empty for none."""
+    place = _shown(env)
+    try:
+        return place.read_text() if place else ""
+    except OSError:
+        return ""
+
+
+def process(pid: int | None = None) -> str:
+    """Return the name of a process of this host, different from those of other hosts."""
+    return f"{platform.node()} {pid or os.getpid()}"
+
+
+def _shown(env: Mapping[str, str], text: str = "") -> Path | None:
+    stop_file, folder = env.get(env_vars.STOP_FILE), env.get(env_vars.EVIDENCE)
+    if not folder:
+        return None
+    if stop_file and os.path.isdir(os.path.dirname(stop_file)):
+        folder = os.path.dirname(stop_file)
+    name = f"shown-{env.get(env_vars.START, '').rpartition('/')[2]}"
     if text:
         name += f"-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:16]}"
-    folder = env.get(env_vars.EVIDENCE)
-    # Where nothing can be written, every rank shows it.
-    return not folder or _write(env, name, str(os.getpid())) or not Path(folder, name).exists()
-
-
-def shown(folder: Path) -> int | None:
-    """Return the id of the process whose traceback is on standard error, or None."""
-    try:
-        return int((folder / "shown").read_text())
-    except (OSError, ValueError):
-        return None
+    return Path(folder, name)
 
 
 def sessions(folder: Path) -> dict[int, str]:
@@ -149,14 +157,6 @@ def is_open(folder: Path) -> bool:
     return (folder / "session-0").exists()
 
 
-def modules(folder: Path) -> list[str]:
-    """Return the modules that rank 0 has imported or will import, and that take seconds."""
-    try:
-        return (folder / "modules").read_text().split()
-    except OSError:
-        return []
-
-
 def failures(folder: Path) -> dict[int, Failure]:
     """Return the recorded failure of each rank that has one."""
     found = {}
@@ -166,13 +166,15 @@ def failures(folder: Path) -> dict[int, Failure]:
     return found
 
 
-def _write(env: Mapping[str, str], name: str, text: str) -> bool:
+def _write(env: Mapping[str, str], name: str, text: str) -> None:
+    if env.get(env_vars.EVIDENCE):
+        _create(Path(env[env_vars.EVIDENCE]) / name, text)
+
+
+def _create(place: Path, text: str) -> bool:
     """Create a file that does not exist yet; return whether this process has created it."""
-    folder = env.get(env_vars.EVIDENCE)
-    if not folder:
-        return False
     try:
-        descriptor = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
         return False
     with os.fdopen(descriptor, "w") as file:

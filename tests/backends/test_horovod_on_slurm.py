@@ -175,7 +175,7 @@ def test_horovod_batch_script_has_eight_ranks_on_four_hosts(
     run = checkout / "runs" / f"horovod-{job}"
     check_steps(run, reference)
     assert (worlds(run)[0]["world_size"], worlds(run)[0]["num_nodes"]) == (8, 4)
-    assert not list(run.glob(".attempts-*"))
+    assert not list(run.glob(".launch-*"))
 
 
 @contextlib.contextmanager

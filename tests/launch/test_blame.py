@@ -95,7 +95,7 @@ from hpctrain.process import failure_record
 rank, folder = int(os.environ["RANK"]), Path(os.environ["HPCTRAIN_EVIDENCE"])
 
 def wait_for(name):
-    while not (folder / name).exists():
+    while not list(folder.glob(name)):
         time.sleep(0.01)
 
 try:
@@ -105,7 +105,7 @@ except ZeroDivisionError as error:
         wait_for("failure-1")
     failure_record.note_failure(rank, error, os.environ)
     if rank == 1:
-        wait_for("shown")
+        wait_for("shown-*")
     if failure_record.shows(os.environ):
         traceback.print_exc()
     os._exit(1)

@@ -11,7 +11,7 @@ SCRIPT = """
 import os, sys
 answer = 41
 if os.environ["RANK"] == os.environ.get("OF", "0"):
-    print(sys.stdin.isatty(), sys.stdout.isatty())
+    print(f"{sys.stdin.isatty()} {sys.stdout.isatty()}")
     breakpoint()
 print("the answer of", os.environ["RANK"], "is", answer + 1)
 """

@@ -75,11 +75,8 @@ def server(tmp_path_factory):
     started.end()
 
 
-def end_of(rank, given=None):
+def end_of(rank):
     """Return the exit code, standard output and standard error of a rank."""
-    if given is not None:
-        rank.stdin.write(given)
-        rank.stdin.close()
     out, err = rank.stdout.read(), rank.stderr.read()
     rank.wait()
     rank.close()
@@ -90,18 +87,15 @@ def end_of(rank, given=None):
 def both(server, tmp_path):
     """Return a function that runs lines of Python as a fork and as a new interpreter."""
 
-    def run(source, *arguments, given=None, cores=None, **env):
+    def run(source, *arguments, cores=None, **env):
         script = tmp_path / "script.py"
         command = [sys.executable, str(script), *arguments]
         ends = []
         for forks in (True, False):
             script.write_text(source)
             environ = {**launches.environ(), "PYTHONUNBUFFERED": "1", "N": "0", **env}
-            listens = given is not None
-            rank = server.start(
-                0, command, environ, cores, str(tmp_path), listens=listens, forks=forks
-            )
-            ends.append(end_of(rank, given))
+            rank = server.start(0, command, environ, cores, str(tmp_path), forks=forks)
+            ends.append(end_of(rank))
         return ends
 
     return run
@@ -168,7 +162,7 @@ def test_forked_rank_sees_what_a_new_interpreter_shows(server, tmp_path, words):
     ],
 )  # fmt: skip
 def test_forked_rank_ends_as_a_new_interpreter(both, lines):
-    forked, new = both(lines, given=b"typed" if "stdin" in lines else None)
+    forked, new = both(lines)
     assert forked == new
 
 
@@ -298,7 +292,7 @@ def test_no_process_is_left_at_the_end_of_a_server(tmp_path, forks):
     rank = server.start(0, [sys.executable, "train.py"], environ, None, str(tmp_path), forks=forks)
     daemon = tmp_path / "daemon"
     until(lambda: daemon.exists() and daemon.read_text())
-    assert rank.runs()
+    assert rank.code is None
     server.end()
     rank.wait()
     rank.close()
@@ -357,7 +351,7 @@ def test_answer_that_a_killed_launcher_had_not_read_does_not_stop_its_server(tmp
 
 def test_orphans_of_ranks_are_reaped_while_the_ranks_run(server, tmp_path):
     (tmp_path / "train.py").write_text(
-        "import os, sys\n"
+        "import os, time\n"
         "for _ in range(5):\n"
         "    if os.fork() == 0:\n"
         "        if os.fork() == 0:\n"
@@ -365,11 +359,10 @@ def test_orphans_of_ranks_are_reaped_while_the_ranks_run(server, tmp_path):
         "        os._exit(0)\n"
         "    os.wait()\n"
         "print('done')\n"
-        "sys.stdin.read()\n"
+        "time.sleep(600)\n"
     )
-    rank = server.start(
-        0, [sys.executable, "train.py"], launches.environ(), None, str(tmp_path), listens=True
-    )
+    command = [sys.executable, "train.py"]
+    rank = server.start(0, command, launches.environ(), None, str(tmp_path))
     rank.stdout.readline()
 
     def children():
@@ -377,7 +370,8 @@ def test_orphans_of_ranks_are_reaped_while_the_ranks_run(server, tmp_path):
         return Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
 
     until(lambda: str(rank.pid) == children()[-1])
-    assert end_of(rank, b"")[0] == 0
+    rank.signal(signal.SIGTERM)
+    assert end_of(rank)[0] == -signal.SIGTERM
 
 
 def test_signal_to_a_rank_that_has_just_begun_is_not_lost(server, tmp_path):
@@ -475,14 +469,13 @@ def test_many_and_long_variables_reach_a_rank(server, tmp_path):
 
 
 def test_title_of_a_forked_rank_is_that_of_its_script(server, tmp_path):
-    (tmp_path / "train.py").write_text("import sys; print(flush=True); sys.stdin.read()")
+    (tmp_path / "train.py").write_text("import time; print(flush=True); time.sleep(600)")
     command = [sys.executable, "train.py", "--epochs", "5"]
-    rank = server.start(
-        0, command, launches.environ(), None, str(tmp_path), listens=True, forks=True
-    )
+    rank = server.start(0, command, launches.environ(), None, str(tmp_path), forks=True)
     rank.stdout.readline()
     shown = subprocess.run(
         ["ps", "-o", "args=", "-p", str(rank.pid)], capture_output=True, text=True, check=True
     )
     assert shown.stdout.split() == command
-    assert end_of(rank, b"")[0] == 0
+    rank.signal(signal.SIGTERM)
+    assert end_of(rank)[0] == -signal.SIGTERM

@@ -17,7 +17,7 @@ from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.launch import rank_output, starts, supervisor
-from hpctrain.launch.rank_environment import Connection, layout, of_rank
+from hpctrain.launch.rank_environment import layout, of_rank
 from hpctrain.launch.rank_processes import Rank
 
 INHERITED = {
@@ -154,8 +154,8 @@ def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_pa
         assert None not in (world["rank"], world["world_size"], world["local_rank"])
         own = next(one for one in LAUNCHERS if one.name == launcher).environ(full, (2, 1), 5)
         if launcher == "hpctrain":
-            connection = Connection("5", "127.0.0.1", "127.0.0.1", "", (1, 2))
-            own = of_rank(full, (2, 1), connection, INHERITED)
+            way = {"start": "5", "main_address": "127.0.0.1", "own_address": "127.0.0.1"}
+            own = of_rank(full, (2, 1), INHERITED, **way, ports=(1, 2))
             for name in ("RANK", "HOROVOD_RANK", "SLURM_PROCID"):
                 assert env[name] == str(rank)
             assert env["MASTER_PORT"] != INHERITED["MASTER_PORT"]

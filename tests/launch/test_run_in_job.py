@@ -85,7 +85,7 @@ def calls(slurm):
 
 
 def files_left():
-    return [str(path) for path in Path().rglob("*") if "attempts" in path.name]
+    return [str(path) for path in Path().rglob("*") if "launch" in path.name]
 
 
 # --- exit codes, and the requeue

@@ -1,7 +1,5 @@
 """Failure records decide which rank shows its traceback."""
 
-import os
-
 import pytest
 
 from hpctrain.cluster.env_vars import EVIDENCE
@@ -11,7 +9,7 @@ from hpctrain.process import failure_record
 def test_first_rank_alone_shows_its_traceback(tmp_path):
     env = {EVIDENCE: str(tmp_path)}
     assert [failure_record.shows(env) for _ in range(3)] == [True, False, False]
-    assert failure_record.shown(tmp_path) == os.getpid()
+    assert failure_record.shown(env) == failure_record.process()
 
 
 @pytest.mark.parametrize("env", [{}, {EVIDENCE: ""}, {EVIDENCE: "/nowhere"}])
@@ -23,4 +21,4 @@ def test_each_text_is_shown_by_one_rank(tmp_path):
     env = {EVIDENCE: str(tmp_path)}
     texts = ("one", "two", "one", "two\udcff", "two")
     assert [failure_record.shows(env, text) for text in texts] == [True, True, False, True, False]
-    assert failure_record.shown(tmp_path) is None
+    assert failure_record.shown(env) == ""
