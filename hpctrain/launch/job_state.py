@@ -87,9 +87,10 @@ class Facts:
 
 
 class StartAgents(NamedTuple):
-    """Start an agent on each of the hosts."""
+    """Start an agent on each of the hosts, by a step with this number."""
 
     hosts: Sequence[str]
+    step: int
 
 
 class Run(NamedTuple):
@@ -264,7 +265,8 @@ class JobState:
         self._wanted = len(counts) - plan.spares
         self._actions: list[Action] = []
         self._agents: dict[str, Facts] = {}
-        self._expected: dict[str, float] = {}  # when the agent of each host was started
+        self._expected: dict[str, int] = {}  # step that starts the agent of each host
+        self._steps = 0  # number of steps so far
         self._running: set[str] = set()
         self._ends: dict[str, End] = {}
         self._gone: list[str] = []  # hosts that were lost in this attempt
@@ -319,12 +321,12 @@ class JobState:
         else:
             self._check_gathered(now)
 
-    def step_ended(self, hosts: Sequence[str], code: int, now: float) -> None:
-        """Take the end of the process that had started the agents of some hosts."""
+    def step_ended(self, step: int, code: int, now: float) -> None:
+        """Take the end of the process that had started agents; those of a later one still come."""
         self._code = code or self._code
-        for host in hosts:
-            if self._expected.pop(host, None) is not None:
-                self._silent.add(host)
+        for host in [host for host, number in self._expected.items() if number == step]:
+            del self._expected[host]
+            self._silent.add(host)
         self._check_gathered(now)
 
     def opened(self, host: str, attempt: int) -> None:
@@ -437,8 +439,9 @@ class JobState:
         self._begun = self._said = now
         self._enough = 0.0
         if hosts:
-            self._expected.update(dict.fromkeys(hosts, now))
-            self._act(StartAgents(list(hosts)))
+            self._expected.update(dict.fromkeys(hosts, self._steps))
+            self._act(StartAgents(list(hosts), self._steps))
+            self._steps += 1
         self._check_gathered(now)
 
     def _check_gathered(self, now: float) -> None:

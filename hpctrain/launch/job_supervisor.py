@@ -91,7 +91,7 @@ class _Step(threading.Thread):
     """Process that starts the agents of some hosts, or all ranks; its end is an event.
 
     Attributes:
-        number: number of steps before this one.
+        number: number of the step, or of the attempt without agents.
         hosts: names of the hosts.
         events: as for `supervisor.run`.
     """
@@ -157,7 +157,6 @@ class _Supervisor:
         # A signal of this process, or a method of this class with its arguments.
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._steps: list[_Step] = []  # those that run
-        self._begun = 0  # number of steps so far
         self._links: dict[str, Link] = {}  # the newest one of each host
         self._codes: dict[str, int] = {}  # of the ranks of each host
         self._opened = set[int]()  # attempts without agents of which a rank has a session
@@ -227,8 +226,8 @@ class _Supervisor:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case job_state.StartAgents(hosts):
-                self._start(hosts)
+            case job_state.StartAgents(hosts, step):
+                self._start(hosts, step)
             case job_state.Run(host, plan):
                 self._run(host, plan)
             case job_state.EndRanks(host, request):
@@ -252,13 +251,12 @@ class _Supervisor:
 
     # --- processes
 
-    def _start(self, hosts: Sequence[str]) -> None:
+    def _start(self, hosts: Sequence[str], number: int) -> None:
         """Start the agents; without agents, the ranks start at once."""
         if self._agents is None:
             for host in hosts:
                 self._state.connected(host, Facts(""), time.monotonic())
             return
-        number = self._begun
         folder = self._folder / f"agents-{number}"
         folder.mkdir(mode=0o700)
         environ = {**self._environ, env_vars.AGENT: self._where(number, len(hosts) == 1)}
@@ -266,7 +264,6 @@ class _Supervisor:
         self._begin(_Step(number, hosts, command, environ, folder, None, self._put_end))
 
     def _begin(self, step: _Step) -> None:
-        self._begun += 1
         self._steps.append(step)
         step.start()
 
@@ -277,7 +274,7 @@ class _Supervisor:
         self._steps.remove(step)
         now = time.monotonic()
         if self._agents is not None:
-            self._state.step_ended(step.hosts, end.code, now)
+            self._state.step_ended(step.number, end.code, now)
             return
         found = self._hosts.end_of(self._attempt_folder(), end)
         attempt = self._state.attempt
@@ -300,7 +297,7 @@ class _Supervisor:
             environ[env_vars.FRESH] = "1"
         command, environ = self._hosts.command(plan.hosts, plan, environ, folder)
         look = partial(self._look_for_session, plan.hosts[0], plan.attempt)
-        self._begin(_Step(self._begun, plan.hosts, command, environ, folder, look, self._put_end))
+        self._begin(_Step(plan.attempt, plan.hosts, command, environ, folder, look, self._put_end))
 
     def _attempt_folder(self) -> Path:
         return self._folder / str(self._state.attempt)

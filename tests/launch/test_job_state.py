@@ -4,7 +4,8 @@ import os
 
 from job_world import World
 
-from hpctrain.launch.job_state import JobState
+from hpctrain.launch.job_state import Facts, JobState, Reviewed, StartAgents
+from hpctrain.launch.plan import Plan
 
 FIRST = int(os.environ.get("FIRST_SEED", "0"))
 
@@ -27,3 +28,21 @@ def test_no_schedule_of_faults_hangs_loses_a_result_or_blames_a_healthy_host():
     codes = check(range(FIRST, FIRST + 10_000))
     assert codes[0] > 5000
     assert {75, 76} < codes.keys()
+
+
+def test_step_that_ends_late_does_not_stop_the_agents_of_the_next_one():
+    """Slurm ends the agents of a cancelled step, and srun seconds later."""
+    state = JobState(Plan(["train"], "/folder"), {"node1": 1, "node2": 1}, ["node1", "node2"])
+    state.begin(0.0)
+    for host in ("node1", "node2"):
+        state.connected(host, Facts("10.0.0.1", ports=(1, 2)), 1.0)
+    for host in ("node1", "node2"):
+        state.gone(host, 2.0)
+    state.take()
+    state.reviewed(Reviewed(progress=True, returned=["node1", "node2"]), 3.0)
+    assert state.take()[-1] == StartAgents(["node1", "node2"], 1)
+    state.step_ended(0, 137, 4.0)
+    assert state.phase == "gather"
+    for host in ("node1", "node2"):
+        state.connected(host, Facts("10.0.0.1", ports=(3, 4)), 5.0)
+    assert (state.phase, state.attempt) == ("run", 1)

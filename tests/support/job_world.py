@@ -87,7 +87,7 @@ class World:
         self.cause = None  # when the supervisor has heard of a failure in this attempt
         self.failed_by_themselves = set()  # hosts of ranks that failed in this attempt
         self.reports, self.said, self.trace = {}, [], []
-        self.steps = 0
+        self.newest_step = 0
 
     # --- the loop
 
@@ -198,8 +198,8 @@ class World:
 
     def _perform(self, action):
         match action:
-            case job_state.StartAgents(hosts):
-                self.steps += 1
+            case job_state.StartAgents(hosts, step):
+                self.newest_step = step
                 for name in hosts:
                     delay = 0.2 + self.random.expovariate(2)
                     if self.random.random() < 0.02:
@@ -435,7 +435,8 @@ class World:
             for one in self.hosts.values():
                 one.faulty = one.faulty or bool(one.agent)
                 self._lose_agent(one)
-            self.state.step_ended(list(self.hosts), KILLED, self.now)
+            # srun ends later than its tasks.
+            self.at(self.random.choice([0.0, 2.0]), self._step_ended, self.newest_step)
         elif not host.alive:
             return
         elif kind == "rank":
@@ -449,6 +450,12 @@ class World:
             host.frozen = self.now + self.random.choice([1, 15, 60])
         else:
             self._lose_host(host, kind)
+
+    def _step_ended(self, step):
+        if self.supervisor_frozen > self.now:
+            self.at_time(self.supervisor_frozen, self._step_ended, step)
+        else:
+            self.state.step_ended(step, KILLED, self.now)
 
     def _lose_agent(self, host):
         """The agent is killed: the kernel ends its ranks, and its connection."""
