@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -122,10 +123,7 @@ class HostRanks:
             if server is not None:
                 server.end()
         self._exit.close()
-        with contextlib.suppress(OSError):
-            for path in sorted(self._files.rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-            self._files.rmdir()
+        shutil.rmtree(self._files, ignore_errors=True)
 
     def _inside(self, plan: Plan) -> tuple[Sequence[str], str | None, dict[int, dict[str, str]]]:
         """Return command, working directory and environments of the ranks."""

@@ -276,7 +276,7 @@ class JobState:
         self._opened = self._fresh = False
         self._fruitless = 0
         self._enough = self._begun = self._said = 0.0
-        self._ending = 0  # how often the ranks of this attempt were told to end
+        self._ending = False  # whether the ranks of this attempt were told to end
         self._code = 0  # of a step that has ended
         self._start = ""  # where the attempt begins
 
@@ -315,7 +315,7 @@ class JobState:
             self._gone.append(host)
             for other in sorted(self._running):
                 self._act(EndRanks(other, EndRequest(SIGKILL)))
-            self._ending = 1
+            self._ending = True
             self.deadline = now + SECONDS_TO_END
             self._check_ended()
         else:
@@ -366,7 +366,7 @@ class JobState:
             pass  # `reviewed` finds it
         elif again:
             self._end_ranks(EndRequest(SIGTERM, SECONDS_TO_KILL))
-            self._ending, self.deadline = 1, now + SECONDS_TO_END
+            self._ending, self.deadline = True, now + SECONDS_TO_END
         elif self._opened:
             self._act(Say(f"{signal_name(number)} stops the run, which saves first; {_SECOND}"))
         elif waits:
@@ -407,7 +407,7 @@ class JobState:
             return
         self._avoided, self._start = list(found.avoided), found.start
         self.attempt += 1
-        self.phase, self._ends, self._gone, self._ending = "gather", {}, [], 0
+        self.phase, self._ends, self._gone, self._ending = "gather", {}, [], False
         self._start_agents([h for h in self._usable() if h not in self._agents], now)
 
     def tick(self, now: float) -> None:
@@ -418,7 +418,7 @@ class JobState:
             self._check_gathered(now)
         elif self.phase == "run" and not self._ending:
             self._end_ranks(EndRequest(SIGTERM, SECONDS_TO_KILL))
-            self._ending, self.deadline = 1, now + SECONDS_TO_END
+            self._ending, self.deadline = True, now + SECONDS_TO_END
         elif self.phase == "run":
             for host in sorted(self._running):
                 self._act(Drop(host))

@@ -18,10 +18,11 @@ class Plan:
 
     Attributes:
         command: program and arguments of each rank.
-        folder: folder of this launch that all hosts share; only this user can read it.
+        folder: folder of this launch that all hosts share; only this user can read it. Empty if
+            `temporary`.
         launch: name of this launch, the same for all its attempts.
-        temporary: whether the folder is on this host only, and is removed if this process is
-            killed. In a job it is not, and each rank gets cores of its own.
+        temporary: whether this host has an `hpctrain run` of its own, without a supervisor: one
+            attempt, and no cores of their own for the ranks.
         staging: what each host copies to its own disk: code, environment, data; empty for nothing.
         container: image in which the ranks run; empty for none.
         variables: names of variables that override those of the image.

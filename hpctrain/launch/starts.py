@@ -127,10 +127,8 @@ def _host(
     world: World,
     point: RendezvousPoint,
 ) -> int:
-    with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
-        plan = Plan(command, name, temporary=True)
-        end = peers.run(plan, nproc, world, point, env)
-        return _conclude(end, command, env)
+    end = peers.run(Plan(command, "", temporary=True), nproc, world, point, env)
+    return _conclude(end, command, env)
 
 
 def simulated(
