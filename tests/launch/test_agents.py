@@ -60,10 +60,9 @@ def run_is_up(read, ranks, attempt=0):
 
 
 def own_agents():
-    here, words = os.getcwd(), f" -m {AGENT}"
-    found = processes.lines(AGENT)
-    mine = {pid for pid, line in found.items() if line.rstrip().endswith(words)}
-    return {pid for pid in mine if os.path.realpath(f"/proc/{pid}/cwd") == here}
+    here = processes.started_here(AGENT)
+    lines = processes.lines(AGENT).items()
+    return {pid for pid, line in lines if pid in here and line.rstrip().endswith(f" -m {AGENT}")}
 
 
 def alive(pids):
@@ -198,13 +197,9 @@ def torch_is_loaded(pid):
 def test_single_rank_of_a_host_is_forked_from_a_warm_process_after_a_failure(begin):
     Path("train.py").write_text(WARM)
     process, read = begin(2, plain="")
-    servers = "fork_server.py"
-    here = os.getcwd()
 
     def warm():
-        pids = processes.having(servers)
-        own = [pid for pid in pids if os.path.realpath(f"/proc/{pid}/cwd") == here]
-        return sum(map(torch_is_loaded, own)) >= 2
+        return sum(map(torch_is_loaded, processes.started_here("fork_server.py"))) >= 2
 
     until(warm)
     time.sleep(1)

@@ -31,6 +31,16 @@ def having(text, file="cmdline"):
     return found
 
 
+def started_here(text):
+    """Return the ids of processes with a text in their command line that run in this folder."""
+    found = []
+    for number in having(text):
+        with contextlib.suppress(OSError):  # the process has ended
+            if os.readlink(f"/proc/{number}/cwd") == os.getcwd():
+                found.append(number)
+    return found
+
+
 def lines(text, file="cmdline"):
     """Return the command lines of processes with a text in their command line, or environ."""
     found = {}
