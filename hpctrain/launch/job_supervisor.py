@@ -218,7 +218,7 @@ class _Supervisor:
                     state.tick(time.monotonic())
                 continue
             if isinstance(event, int):
-                if self._agents is None and failure_record.is_open(self._attempt_folder()):
+                if self._agents is None and failure_record.sessions(self._attempt_folder()):
                     state.opened(state.used[0], state.attempt)
                 state.signalled(event, time.monotonic())
             elif callable(event):
@@ -303,7 +303,7 @@ class _Supervisor:
         return self._folder / str(self._state.attempt)
 
     def _look_for_session(self, host: str, attempt: int) -> None:
-        if attempt not in self._opened and failure_record.is_open(self._folder / str(attempt)):
+        if attempt not in self._opened and failure_record.sessions(self._folder / str(attempt)):
             self._opened.add(attempt)
             self._events.put(partial(self._state.opened, host, attempt))
 

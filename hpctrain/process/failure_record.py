@@ -1,10 +1,12 @@
 """Files that ranks write for their launcher: whether a session opened, when and how it failed.
 
-    FOLDER/session-RANK     the rank has opened a session; the name of its host
-    FOLDER/failure-RANK     JSON with the fields of `Failure`
+    FOLDER/ranks-HOST       a line of JSON for each event of a rank of this host:
+                                {"rank": R, "host": HOST}       it has opened a session
+                                {"rank": R, "failure": {…}}     the fields of `Failure`
     FOLDER/fresh            a next attempt has to start new interpreters
 
-FOLDER is on the rank's host where an agent reads it. Whether a rank shows an error is decided
+FOLDER is on the rank's host where an agent reads it; else all hosts share it. Lines are appended,
+so the ranks of a host need no lock. Whether a rank shows an error is decided
 between all hosts, in the folder of the stop file:
 
     FOLDER/shown-ATTEMPT        process of the rank whose traceback is on standard error
@@ -23,6 +25,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hpctrain.cluster import env_vars
 from hpctrain.errors import (
@@ -37,7 +40,6 @@ __all__ = [
     "Failure",
     "failures",
     "fresh",
-    "is_open",
     "note_failure",
     "note_fresh",
     "note_session",
@@ -75,7 +77,7 @@ class Failure:
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
     """Record that this rank has opened a session."""
-    _write(env, f"session-{rank}", env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0])
+    _append(env, {"rank": rank, "host": _host(env)})
 
 
 def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> None:
@@ -95,12 +97,13 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
         failure = replace(failure, traceback="".join(traceback.format_exception(error)))
     elif isinstance(error.code, int):
         failure = replace(failure, exit_code=error.code)
-    _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
+    _append(env, {"rank": rank, "failure": asdict(failure)})
 
 
 def note_fresh(env: Mapping[str, str]) -> None:
     """Record that the ranks of a next attempt have to be new interpreters."""
-    _write(env, "fresh", "")
+    if folder := env.get(env_vars.EVIDENCE):
+        _create(Path(folder, "fresh"), "")
 
 
 def fresh(folder: Path) -> bool:
@@ -146,29 +149,44 @@ def _shown(env: Mapping[str, str], text: str = "") -> Path | None:
 
 def sessions(folder: Path) -> dict[int, str]:
     """Return the ranks that have opened a session, with the host of each."""
-    return {
-        int(path.name.rpartition("-")[2]): path.read_text().strip()
-        for path in folder.glob("session-*")
-    }
-
-
-def is_open(folder: Path) -> bool:
-    """Check whether rank 0 has opened a session; of one file only, as it is called often."""
-    return (folder / "session-0").exists()
+    return {line["rank"]: line["host"] for line in _lines(folder) if "host" in line}
 
 
 def failures(folder: Path) -> dict[int, Failure]:
-    """Return the recorded failure of each rank that has one."""
-    found = {}
-    for path in folder.glob("failure-*"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # incomplete after a kill
-            found[int(path.name.rpartition("-")[2])] = Failure(**json.loads(path.read_text()))
+    """Return the first recorded failure of each rank that has one."""
+    found: dict[int, Failure] = {}
+    for line in _lines(folder):
+        if "failure" in line:
+            found.setdefault(line["rank"], Failure(**line["failure"]))
     return found
 
 
-def _write(env: Mapping[str, str], name: str, text: str) -> None:
-    if env.get(env_vars.EVIDENCE):
-        _create(Path(env[env_vars.EVIDENCE]) / name, text)
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of all hosts."""
+    found = []
+    for path in folder.glob("ranks-*"):
+        with contextlib.suppress(OSError):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # empty, or incomplete after a kill
+                    found.append(json.loads(line))
+    return found
+
+
+def _host(env: Mapping[str, str]) -> str:
+    return env.get(env_vars.HOSTNAME) or platform.node().partition(".")[0]
+
+
+def _append(env: Mapping[str, str], line: Mapping[str, Any]) -> None:
+    if folder := env.get(env_vars.EVIDENCE):
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        # The launch must not fail because of a full disk.
+        with contextlib.suppress(OSError):
+            file = os.open(Path(folder, f"ranks-{_host(env)}"), how, 0o600)
+            try:
+                # A rank that was killed may have left half a line.
+                os.write(file, f"\n{json.dumps(line)}\n".encode())
+            finally:
+                os.close(file)
 
 
 def _create(place: Path, text: str) -> bool:

@@ -160,17 +160,16 @@ def test_secret_is_in_no_command_line_and_not_where_agents_connect(begin):
     assert all(secret not in line for line in where)
 
 
-def test_number_of_files_of_a_launch_does_not_grow_with_its_hosts(begin):
-    counts = []
-    for hosts in (2, 6):
-        process, read = begin(hosts)
-        run_is_up(read, hosts)
-        folder = next(Path("run").glob(".launch-*"))
-        counts.append(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
-        Path("end-0").touch()
-        process.communicate(timeout=processes.PATIENCE)
-        os.remove("end-0")
-    assert counts == [["agents-0"], ["agents-0"]]
+@pytest.mark.parametrize("hosts", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_launch_creates_one_file_on_the_shared_file_system_for_any_number_of_hosts(begin, hosts):
+    process, read = begin(hosts)
+    run_is_up(read, hosts)
+    (folder,) = Path("run").glob(".launch-*")
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*")] == ["agents-0"]
+    Path("end-0").touch()
+    process.communicate(timeout=processes.PATIENCE)
+    assert process.returncode == 0
+    assert not folder.exists()
 
 
 WARM = """

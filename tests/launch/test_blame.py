@@ -94,18 +94,18 @@ from hpctrain.process import failure_record
 
 rank, folder = int(os.environ["RANK"]), Path(os.environ["HPCTRAIN_EVIDENCE"])
 
-def wait_for(name):
-    while not list(folder.glob(name)):
+def wait_until(condition):
+    while not condition():
         time.sleep(0.01)
 
 try:
     1 / 0
 except ZeroDivisionError as error:
     if rank != 1:
-        wait_for("failure-1")
+        wait_until(lambda: 1 in failure_record.failures(folder))
     failure_record.note_failure(rank, error, os.environ)
     if rank == 1:
-        wait_for("shown-*")
+        wait_until(lambda: list(folder.glob("shown-*")))
     if failure_record.shows(os.environ):
         traceback.print_exc()
     os._exit(1)

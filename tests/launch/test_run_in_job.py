@@ -188,7 +188,13 @@ def begin():
         yield lambda line, *options: begin([*command, *options, "--", "sh", "-c", line])
 
 
-OPENS_A_SESSION = 'touch "${HPCTRAIN_EXIT_STATUS_FILE%/*}/session-0"; '
+def recorded(rank, **fields):
+    """Return a line of sh by which a rank of a step without agents records an event."""
+    line = json.dumps({"rank": rank, **fields})
+    return f"echo '{line}' >>\"$HPCTRAIN_EVIDENCE/ranks-node{rank + 1}\"; "
+
+
+OPENS_A_SESSION = recorded(0, host="node1")
 
 
 @pytest.mark.parametrize(
@@ -319,9 +325,10 @@ def test_direct_starts_each_rank_as_a_task_of_srun(slurm, monkeypatch, cpus):
 
 def test_direct_names_a_killed_rank_which_has_left_no_record(slurm, capfd):
     """The others have lost it, and srun ends as a process that was killed."""
-    lost = '{"time": 1, "caused_by_other_rank": true, "description": "lost", "pid": 1}'
-    record = 'cd "$HPCTRAIN_EVIDENCE"; for rank in 0 1 2; do echo node$rank >session-$rank; done\n'
-    slurm.command("srun", more=f"{record}echo '{lost}' | tee failure-0 >failure-1; exit 137")
+    lost = {"time": 1, "caused_by_other_rank": True, "description": "lost", "pid": 1}
+    lines = [recorded(rank, host=f"node{rank}") for rank in range(3)]
+    lines += [recorded(rank, failure=lost) for rank in range(2)]
+    slurm.command("srun", more=f"{''.join(lines)}exit 137")
     assert main(["run", "--direct", "--max-attempts", "1", "--", "program"]) == 137
     assert "rank 2 on node2 failed first, with signal SIGKILL\n" in capfd.readouterr().err
 
@@ -439,8 +446,7 @@ def records(**ranks):
             "description": f"ValueError: of {rank}",
             "pid": 1,
         }
-        lines.append(f'echo node{rank + 1} > "$HPCTRAIN_EVIDENCE/session-{rank}"; ')
-        lines.append(f"echo '{json.dumps(found)}' > \"$HPCTRAIN_EVIDENCE/failure-{rank}\"; ")
+        lines += [recorded(rank, host=f"node{rank + 1}"), recorded(rank, failure=found)]
     return "".join(lines)
 
 
@@ -454,8 +460,7 @@ def test_first_failure_of_direct_is_that_of_the_wall_clock(slurm, capfd):
 @pytest.mark.parametrize("killed", [1, 2])
 def test_killed_rank_of_direct_is_named_if_it_is_the_only_one(slurm, capfd, killed):
     lines = records(a=(9.0, 100.0, True), b=(9.0, 100.0, True))
-    more = (f'echo n > "$HPCTRAIN_EVIDENCE/session-{5 + rank}"; ' for rank in range(killed))
-    lines += "".join(more)
+    lines += "".join(recorded(5 + rank, host="n") for rank in range(killed))
     run(f"{lines}kill -9 $$", "--max-attempts", "1")
     assert ("rank 5 on n failed first" in capfd.readouterr().err) == (killed == 1)
 
