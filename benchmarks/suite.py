@@ -48,6 +48,8 @@ BENCHMARKS = {
     "first_allreduce": Benchmark("--rounds 2 --ranks 2"),
     "rendezvous": Benchmark("--rounds 2"),
     "submit": Benchmark("--rounds 2", no_slurm),
+    "restart": Benchmark("--kills 2 --backends ddp", no_slurm),
+    "many_nodes": Benchmark("--rounds 2"),
     "step_overhead": Benchmark("--rounds 4"),
     "allreduce": Benchmark("--rounds 4 --seconds 2"),
     "evaluation": Benchmark("--rounds 4"),
