@@ -44,6 +44,8 @@ SWITCH = "switch"
 ADDRESSES = {"login": 100} | {node: number for number, node in enumerate(NODES, 1)}
 CLUSTER_NETWORK = "10.77.0"
 SLOW_NETWORK = "192.168.77"
+# Of both networks: routes that are more specific than those of the interfaces.
+_HALVES = [f"{net}.{first}/25" for net in (CLUSTER_NETWORK, SLOW_NETWORK) for first in (0, 128)]
 DOCKER_ADDRESS = "172.17.0.1/16"
 # The prefix of IPv6 addresses by interface; the host's number follows.
 IPV6_NETWORKS = {"eth0": "fd77::", "eth1": "fd77:0:0:1::"}
@@ -283,6 +285,14 @@ class Cluster:
     def mend(self, host: str) -> None:
         """Connect them again; the host is idle within a minute, or after `scontrol reconfigure`."""
         self._set_cables(host, "up")
+
+    def mute(self, host: str) -> None:
+        """Let a host receive and not send: a half-open connection for its peers."""
+        self._ip(host, [f"route add blackhole {half}" for half in _HALVES])
+
+    def unmute(self, host: str) -> None:
+        """Let it send again."""
+        self._ip(host, [f"route delete blackhole {half}" for half in _HALVES])
 
     def power_off(self, host: str, silently: bool = False) -> None:
         """Power a host off: it runs no process and does not answer.

@@ -350,7 +350,7 @@ def test_lost_host_requeues_without_it(cluster, submit, check_finished, loss, ho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
+@pytest.mark.parametrize("loss", ["crash", "power_off", "cut", "mute"])
 def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
     """Lose a host, and continue on the fourth host of the job, without a requeue."""
     options = ("--pace", "0.25")
@@ -362,12 +362,12 @@ def test_spare_host_replaces_a_lost_one(cluster, check_finished, loss):
         Path("run.release").touch()
         assert job.ended() == ("COMPLETED", 0, 0), job.log
     finally:
-        (cluster.mend if loss == "cut" else cluster.power_on)("node3")
+        {"cut": cluster.mend, "mute": cluster.unmute}.get(loss, cluster.power_on)("node3")
     assert "attempt 2: 3 of 4 hosts, without node3" in job.log
     lost = check_finished(job, options, held=held)
     # The end of a process shows at once; that of a network does not.
     found = lost["detect"] + lost["stop"] - held
-    assert (lost["queue"], found > 7) == (0, loss == "cut")
+    assert (lost["queue"], found > 7) == (0, loss in {"cut", "mute"})
     last = json.loads(job.run.starts.read_text().splitlines()[-1])
     assert last["world"]["hosts"] == ["node1", "node2", "node4"]
 
