@@ -9,7 +9,7 @@ It connects to `hpctrain run` and lives as long as the job. The messages (see `a
                          {"opened": ATTEMPT}                            a rank has opened a session
                          {"failing": ATTEMPT}                           a rank has failed
                          {"ended": ATTEMPT, "end": {…}, "ports": […]}   all ranks have ended
-    supervisor → agent   {"run": {…}}                                   run the ranks of a `Plan`
+    supervisor → agent   {"run": [PLAN, INDEX, ADDRESS]}                run the ranks of a `Plan`
                          {"end": [SIGNAL, SECONDS], "attempt": ATTEMPT} end them; see `EndRequest`
                          {"leave": CODE}                                end with this exit code
 
@@ -125,7 +125,7 @@ class _Agent:
     def _read(self) -> None:
         while message := self._link.receive():
             if "run" in message:
-                self._current = _Attempt(Plan(**message["run"]), queue.SimpleQueue())
+                self._current = _Attempt(Plan.of_host(*message["run"]), queue.SimpleQueue())
                 self._idle.clear()
                 self._inbox.put(self._current)
             elif "end" in message and self._current is not None:

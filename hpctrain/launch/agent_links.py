@@ -61,7 +61,7 @@ class Link:
 
     Attributes:
         address: address of the other side.
-        own_address: address of this side.
+        host: name of the host of the agent, once the supervisor knows it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Link:
     ) -> None:
         self.connection = connection
         self.address = _plain(connection.getpeername()[0])
-        self.own_address = _plain(connection.getsockname()[0])
+        self.host = ""
         self._credentials, self._challenges = credentials, challenges
         self._sends, self._receives = sends, receives
         self._sent = self._received = 0

@@ -38,7 +38,6 @@ class HostRanks:
         self._exit = contextlib.ExitStack()
         self._staged: tuple[dict[str, str], str | None] | None = None
         self._server: ForkServer | None = None
-        self._next: ForkServer | None = None  # one that imports while ranks train
 
     def run(
         self,
@@ -70,16 +69,16 @@ class HostRanks:
             _print_layout(plan.counts, self._env)
         bound = plan.cores(self._env)
         imports = None
-        if not plan.container:
+        if not (plan.container or plan.fresh):
             imports = warm_imports.of_command(
                 command,
                 folder or os.getcwd(),
                 list(environs.values()),
                 bound,
                 announces=plan.index == plan.attempt == 0,
-                alone=not plan.temporary,
+                alone=not plan.temporary and plan.max_fruitless > 1,
             )
-        server = self._ready_server(plan, imports, events)
+        server = self._ready_server(imports, events)
         if stores is not None:
             server.serve(stores)
         is_open = False
@@ -90,9 +89,6 @@ class HostRanks:
             if not is_open and self.is_open(plan.attempt):
                 is_open = True
                 opened()
-                again = not plan.temporary and plan.max_fruitless > 1
-                if imports is not None and again and not (server.warm or plan.fresh):
-                    self._next = ForkServer(self._files, None, imports)
 
         end = supervisor.run(
             command,
@@ -119,9 +115,8 @@ class HostRanks:
 
     def close(self) -> None:
         """End all processes, and remove the files of this host."""
-        for server in (self._server, self._next):
-            if server is not None:
-                server.end()
+        if self._server is not None:
+            self._server.end()
         self._exit.close()
         shutil.rmtree(self._files, ignore_errors=True)
 
@@ -139,26 +134,13 @@ class HostRanks:
             command = apptainer(command, image, self._gpus > 0, here, inside)
         return command, folder, environs
 
-    def _ready_server(
-        self, plan: Plan, imports: Imports | None, events: supervisor.Events
-    ) -> ForkServer:
-        """Return the server of this attempt.
-
-        The first rank of a host with a single one would wait for a warm server. So it gets a cold
-        one, and its session's opening begins to warm up the one of the next attempt.
-        """
+    def _ready_server(self, imports: Imports | None, events: supervisor.Events) -> ForkServer:
+        """Return the server of this attempt: that of the one before, unless it was killed."""
         if self._server is not None and self._server.was_killed:
             self._server.kill()
             self._server = None
-        if self._next is not None:
-            if supervisor.is_ready(self._next, events):
-                self._server, self._next = self._next, self._server
-            if self._next is not None:
-                self._next.end()
-            self._next = None
         if self._server is None:
-            first = None if plan.here == 1 or plan.fresh else imports
-            self._server = supervisor.new_server(self._files, None, first, False, events)
+            self._server = supervisor.new_server(self._files, None, imports, False, events)
         return self._server
 
 

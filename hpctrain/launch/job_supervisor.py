@@ -159,6 +159,7 @@ class _Supervisor:
         self._steps: list[_Step] = []  # those that run
         self._links: dict[str, Link] = {}  # the newest one of each host
         self._codes: dict[str, int] = {}  # of the ranks of each host
+        self._text = -1, ""  # an attempt, and its plan of all hosts
         self._opened = set[int]()  # attempts without agents of which a rank has a session
         self._before = directory.furthest()
         self._finish: job_state.Finish | None = None
@@ -285,7 +286,9 @@ class _Supervisor:
     def _run(self, host: str, plan: Plan) -> None:
         if self._agents is not None:
             if link := self._links.get(host):
-                link.send(run=plan.as_json())
+                if self._text[0] != plan.attempt:
+                    self._text = plan.attempt, plan.of_all_hosts()
+                link.send(run=[self._text[1], plan.index, plan.own_address])
             return
         if plan.index:
             return  # the first host's command starts all ranks
@@ -342,7 +345,7 @@ class _Supervisor:
     def _receive(self, link: Link, message: Message | None) -> None:
         """Handle a message of an agent, or the end of its connection."""
         now = time.monotonic()
-        host = next((name for name, one in self._links.items() if one is link), None)
+        host = link.host if self._links.get(link.host) is link else None
         if message is None:
             if host is not None:
                 del self._links[host]
@@ -373,7 +376,7 @@ class _Supervisor:
         old = self._links.pop(host, None)
         if old is not None:
             old.end()
-        self._links[host] = link
+        self._links[host], link.host = link, host
         self._state.connected(host, facts, time.monotonic())
 
     # --- files

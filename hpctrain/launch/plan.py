@@ -1,8 +1,8 @@
 """The plan of a launch: what the ranks run, by which rules, and the place of a host."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.world import World
@@ -67,9 +67,14 @@ class Plan:
     own_address: str = ""
     ports: Sequence[int] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
+    def of_all_hosts(self) -> str:
+        """Return the plan without the place of a host, as JSON; long, as it names all hosts."""
+        return json.dumps(asdict(replace(self, index=0, own_address="")))
+
+    @classmethod
+    def of_host(cls, text: str, index: int, own_address: str) -> "Plan":
+        """Return the plan of a host from that of all hosts."""
+        return cls(**{**json.loads(text), "index": index, "own_address": own_address})
 
     @property
     def here(self) -> int:

@@ -28,7 +28,6 @@ __all__ = [
     "SECONDS_OF_ONE_SIGNAL",
     "EndRequest",
     "Events",
-    "is_ready",
     "new_server",
     "run",
     "signals_as_events",
@@ -187,22 +186,15 @@ def new_server(
     """Return a server that can start ranks, which has imported modules if there are any."""
     if imports is not None:
         server = ForkServer(folder, stores, imports, terminal)
-        if is_ready(server, events):
-            return server
+        try:
+            # The ranks get a signal that comes meanwhile.
+            while events.empty():
+                if server.is_ready(SECONDS_BETWEEN_CALLS):
+                    return server
+        except StartError as error:
+            announce(f"{_FRESH}: {error.found}")
         server.kill()
     return ForkServer(folder, stores, terminal=terminal)
-
-
-def is_ready(server: ForkServer, events: Events) -> bool:
-    """Wait until a server can start ranks; return False if it cannot, or after an event."""
-    try:
-        # The ranks get a signal that comes meanwhile.
-        while events.empty():
-            if server.is_ready(SECONDS_BETWEEN_CALLS):
-                return True
-    except StartError as error:
-        announce(f"{_FRESH}: {error.found}")
-    return False
 
 
 def with_files(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

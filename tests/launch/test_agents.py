@@ -175,36 +175,28 @@ def test_launch_creates_one_file_on_the_shared_file_system_for_any_number_of_hos
 WARM = """
 import json, os, hpctrain, torch
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-forked = "libtorch" in open(f"/proc/{os.getppid()}/maps").read()
-print(json.dumps([attempt, forked]), flush=True)
+server = os.getppid()
+forked = "libtorch" in open(f"/proc/{server}/maps").read()
+print(json.dumps([os.environ["RANK"], server, forked]), flush=True)
 with hpctrain.Session(batch_size=1) as session:
-    while not os.path.exists("warm"):
-        pass
     if attempt == "0":
         os.kill(os.getpid(), 9)
 """
 
 
-def torch_is_loaded(pid):
-    try:
-        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False
-
-
 @pytest.mark.ranks
-def test_single_rank_of_a_host_is_forked_from_a_warm_process_after_a_failure(begin):
+def test_single_rank_of_a_host_is_forked_from_the_same_warm_process_after_a_failure(begin):
     Path("train.py").write_text(WARM)
     process, read = begin(2, plain="")
-
-    def warm():
-        return sum(map(torch_is_loaded, processes.started_here("fork_server.py"))) >= 2
-
-    until(warm)
-    time.sleep(1)
-    Path("warm").touch()
     out, err = process.communicate(timeout=processes.PATIENCE)
     assert process.returncode == 0, err
     lines = [line for line in [*read(), *out.splitlines()] if ': ["' in line]
-    found = [json.loads(line.partition(": ")[2]) for line in lines]
-    assert sorted(found) == [["0", False], ["0", False], ["1", True], ["1", True]]
+    found = sorted(json.loads(line.partition(": ")[2]) for line in lines)
+    assert [(rank, forked) for rank, _, forked in found] == [
+        ("0", True),
+        ("0", True),
+        ("1", True),
+        ("1", True),
+    ]
+    assert found[0][1] == found[1][1]
+    assert found[2][1] == found[3][1]

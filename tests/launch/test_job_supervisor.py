@@ -93,14 +93,14 @@ ALL, TWO = ["node1", "node2", "node3"], ["node1", "node3"]
 class Link:
     """A stand-in for the link to the agent of a host."""
 
-    address = "10.0.0.1"
+    address, host = "10.0.0.1", ""
 
     def __init__(self, hosts, name):
         self.hosts, self.name = hosts, name
 
     def send(self, **message):
         if "run" in message:
-            self.hosts.run(self, Plan(**message["run"]))
+            self.hosts.run(self, Plan.of_host(*message["run"]))
 
     def end(self):
         pass
