@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from harness import Results, run
 from hpctrain import rundir
 from hpctrain.cluster import env_vars
 from hpctrain.launch import agent_links, job_supervisor
-from hpctrain.launch.agent_links import Link
+from hpctrain.launch.agent_links import Link, Received
 from hpctrain.launch.end import End
 from hpctrain.launch.job_hosts import JobHosts
 from hpctrain.launch.plan import Plan
@@ -72,11 +73,14 @@ def play(count: int, result: Path) -> None:
         agent_links.connect(places, where["launch"], secret, partial(_hello, number), 60)
         for number in range(count)
     ]
-    failed = _attempt(links, 0)
-    restarted = _attempt(links, 1)
-    result.write_text(json.dumps({"restart_s": restarted - failed}))
+    inbox: queue.SimpleQueue[Received] = queue.SimpleQueue()
     for link in links:
-        link.receive()  # "leave"
+        link.follow(inbox.put)
+    failed = _attempt(links, inbox, 0)
+    restarted = _attempt(links, inbox, 1)
+    result.write_text(json.dumps({"restart_s": restarted - failed}))
+    for _ in links:
+        inbox.get()  # "leave"
 
 
 def _hello(number: int, address: str) -> dict[str, object]:
@@ -84,10 +88,10 @@ def _hello(number: int, address: str) -> dict[str, object]:
     return {"name": f"node{number:05d}", "step": 0, "index": number, "facts": facts}
 
 
-def _attempt(links: Sequence[Link], attempt: int) -> float:
+def _attempt(links: Sequence[Link], inbox: "queue.SimpleQueue[Received]", attempt: int) -> float:
     """Answer the plans of an attempt; return when the last one came, or the failure was told."""
-    for link in links:
-        link.receive()
+    for _ in links:
+        inbox.get()
     at = time.monotonic()
     for rank, link in enumerate(links):
         # The others are ended because of rank 0.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch import agent_links, cores, preflight, rank_environment, supervisor
-from hpctrain.launch.agent_links import Link, Message
+from hpctrain.launch.agent_links import Link, Message, Received
 from hpctrain.launch.end import End
 from hpctrain.launch.host_ranks import HostRanks
 from hpctrain.launch.plan import Plan
@@ -108,11 +108,11 @@ class _Agent:
         self._idle = threading.Event()
         self._idle.set()
         self._lost = threading.Event()
-        self._current: _Attempt | None = None  # of the reader's thread
+        self._current: _Attempt | None = None  # of the link's thread
 
     def serve(self) -> int:
         """Run attempts until the supervisor ends this agent; return the exit code."""
-        threading.Thread(target=self._read, name="hpctrain supervisor", daemon=True).start()
+        self._link.follow(self._take)
         try:
             while isinstance(task := self._inbox.get(), _Attempt):
                 # A suspended process may find the end of its connection behind this message.
@@ -122,20 +122,26 @@ class _Agent:
         finally:
             self._ranks.close()
 
-    def _read(self) -> None:
-        while message := self._link.receive():
-            if "run" in message:
-                self._current = _Attempt(Plan.of_host(*message["run"]), queue.SimpleQueue())
-                self._idle.clear()
-                self._inbox.put(self._current)
-            elif "end" in message and self._current is not None:
-                request, attempt = EndRequest(*message["end"]), message["attempt"]
-                # A session that was opened meanwhile sees the stop file.
-                late = request.seconds is None and self._ranks.is_open(attempt)
-                if attempt == self._current.plan.attempt and not late:
-                    self._current.events.put(request)
-            elif "leave" in message:
-                self._inbox.put(message["leave"])
+    def _take(self, received: Received) -> None:
+        """Handle a message of the supervisor; called in the thread of the link."""
+        _, message = received
+        if message is None:
+            self._lose()
+        elif "run" in message:
+            self._current = _Attempt(Plan.of_host(*message["run"]), queue.SimpleQueue())
+            self._idle.clear()
+            self._inbox.put(self._current)
+        elif "end" in message and self._current is not None:
+            request, attempt = EndRequest(*message["end"]), message["attempt"]
+            # A session that was opened meanwhile sees the stop file.
+            late = request.seconds is None and self._ranks.is_open(attempt)
+            if attempt == self._current.plan.attempt and not late:
+                self._current.events.put(request)
+        elif "leave" in message:
+            self._inbox.put(message["leave"])
+
+    def _lose(self) -> None:
+        """End the ranks without a supervisor."""
         self._lost.set()
         if self._current is not None:
             self._current.events.put(EndRequest(signal.SIGKILL))

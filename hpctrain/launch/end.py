@@ -7,6 +7,8 @@ from typing import Any
 
 __all__ = ["End"]
 
+_LONGEST = 4000
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -51,8 +53,9 @@ class End:
     lost: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
+        """Return the fields as JSON values; texts are cut, as a message has a longest length."""
+        texts = {"brief": self.brief[:_LONGEST], "text": self.text[:_LONGEST]}
+        return {**asdict(self), **texts}
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> "End":

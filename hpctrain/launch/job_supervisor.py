@@ -38,7 +38,8 @@ from hpctrain.launch.plan import Plan
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.supervisor import SECONDS_BETWEEN_CALLS, EndRequest
 from hpctrain.process import failure_record, file_limit
-from hpctrain.rendezvous.interfaces import address_on
+from hpctrain.rendezvous.addresses import open_listener
+from hpctrain.rendezvous.interfaces import address_on, reachable
 from hpctrain.rundir import effective_time, host_ledger
 from hpctrain.rundir.used import used_so_far
 
@@ -164,6 +165,7 @@ class _Supervisor:
         self._before = directory.furthest()
         self._finish: job_state.Finish | None = None
         self._agents: AgentLinks | None = None
+        self._places: list[tuple[str, int]] = []  # of the agents, the likeliest first
 
     def run(self, present: Sequence[str], received: Sequence[int]) -> tuple[int, str]:
         """Run the launch; return the exit code and the reason."""
@@ -172,12 +174,7 @@ class _Supervisor:
         self._state = JobState(self._plan, self._hosts.counts, present, avoided, resumes)
         restore = file_limit.make_room(len(present))
         if self._hosts.agents:
-            self._agents = AgentLinks(
-                self._plan.launch,
-                self._environ[env_vars.SECRET],
-                self._interface_address(),
-                lambda received: self._events.put(partial(self._receive, *received)),
-            )
+            self._agents = self._open_links()
         try:
             with supervisor.signals_as_events(self._events, False):
                 for number in received:
@@ -328,19 +325,27 @@ class _Supervisor:
 
     # --- agents
 
+    def _open_links(self) -> AgentLinks:
+        """Listen for the agents, on the chosen interface if this machine has it."""
+        address = None
+        if interface := self._environ.get(env_vars.INTERFACE):
+            with contextlib.suppress(UsageError):  # a login node may have other interfaces
+                address = address_on(interface)
+        listener = open_listener(address, 0)
+        port = listener.getsockname()[1]
+        addresses = [address] if address else [*reachable(), "127.0.0.1"]
+        self._places = [(one, port) for one in addresses]
+        return AgentLinks(
+            self._plan.launch,
+            self._environ[env_vars.SECRET],
+            listener,
+            lambda received: self._events.put(partial(self._receive, *received)),
+        )
+
     def _where(self, step: int, alone: bool) -> str:
         """Return what an agent has to know to connect, as JSON; without the secret."""
-        assert self._agents is not None
-        places, launch = self._agents.places, self._plan.launch
+        places, launch = self._places, self._plan.launch
         return json.dumps({"places": places, "launch": launch, "step": step, "alone": alone})
-
-    def _interface_address(self) -> str | None:
-        """Return the address on the chosen interface, if this machine has it."""
-        try:
-            interface = self._environ.get(env_vars.INTERFACE)
-            return address_on(interface) if interface else None
-        except UsageError:  # a login node may have other interfaces
-            return None
 
     def _receive(self, link: Link, message: Message | None) -> None:
         """Handle a message of an agent, or the end of its connection."""

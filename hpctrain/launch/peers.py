@@ -16,9 +16,10 @@ from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.launch import rank_environment, supervisor
+from hpctrain.launch.agent_links import SECONDS_TO_DETECT
 from hpctrain.launch.end import End
 from hpctrain.launch.host_ranks import HostRanks
-from hpctrain.launch.host_watch import SECONDS_TO_DETECT, HostWatch
+from hpctrain.launch.host_watch import HostWatch
 from hpctrain.launch.plan import Plan
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.stores import Stores

@@ -17,10 +17,11 @@ from hpctrain.rendezvous.messages import (
     encode,
 )
 
-__all__ = ["Connection", "greet", "run", "serve", "until"]
+__all__ = ["Connection", "greet", "run", "serve", "until", "welcome"]
 
 T = TypeVar("T")
 
+_UNKNOWN_SECONDS = 10.0  # in which a peer has to prove that it belongs to this start
 _FULL_SECONDS = 0.1  # pause when the process may open no more files
 
 
@@ -64,7 +65,8 @@ class Connection:
 
     def send(self, *lines: bytes) -> None:
         """Send lines, as soon as the other side accepts them."""
-        self._writer.writelines(lines)
+        if not self._writer.is_closing():
+            self._writer.writelines(lines)
 
     async def sent(self) -> None:
         """Wait until all lines are sent.
@@ -79,8 +81,15 @@ class Connection:
         self._writer.transport.abort()
 
 
-async def greet(place: tuple[str, int], credentials: Credentials) -> tuple[Connection, str]:
+async def greet(
+    place: tuple[str, int], credentials: Credentials, seconds: float | None = None
+) -> tuple[Connection, str]:
     """Connect to an address and port, and find out whether rank 0 of this start is there.
+
+    Args:
+        place: the address and port.
+        credentials: credentials of this start.
+        seconds: longest time until the connection is there; None for that of the kernel.
 
     Returns:
         The connection, and the challenge of rank 0; that of this side comes first in
@@ -89,7 +98,8 @@ async def greet(place: tuple[str, int], credentials: Credentials) -> tuple[Conne
     Raises:
         OSError: another program listens there, or none.
     """
-    connection = Connection(*await asyncio.open_connection(*place, limit=LONGEST_LINE))
+    async with asyncio.timeout(seconds):
+        connection = Connection(*await asyncio.open_connection(*place, limit=LONGEST_LINE))
     try:
         if connection.socket.getsockname() == connection.socket.getpeername():
             # On a free local port TCP can connect a socket to itself.
@@ -110,6 +120,44 @@ async def greet(place: tuple[str, int], credentials: Credentials) -> tuple[Conne
     theirs = str(answer.get("challenge"))
     connection.challenges = own + theirs
     return connection, theirs
+
+
+async def welcome(
+    peer: Connection, credentials: Credentials, unknown: dict[Connection, None], most: int
+) -> str | None:
+    """Let a peer prove that it belongs to this start; the other side of `greet`.
+
+    Args:
+        peer: the connection, which gets the challenges.
+        credentials: credentials of this start.
+        unknown: all connections without a proof so far, the oldest first.
+        most: most of them; one more closes the oldest, so silent peers hold nobody back.
+
+    Returns:
+        The text with which the peer introduces itself; None without a proof.
+
+    Raises:
+        OSError: the connection is lost, or the peer is silent for ten seconds.
+    """
+    unknown[peer] = None
+    if len(unknown) > most:
+        next(iter(unknown)).close()
+    try:
+        async with asyncio.timeout(_UNKNOWN_SECONDS):
+            greeting = decode(await peer.read())
+            if greeting.get("start") != credentials.start or "challenge" not in greeting:
+                return None
+            theirs, ours = str(greeting["challenge"]), Credentials.challenge()
+            proof = credentials.proof("host", theirs)
+            peer.send(encode({"start": credentials.start, "proof": proof, "challenge": ours}))
+            message = decode(await peer.read())
+    finally:
+        del unknown[peer]
+    hello = str(message.get("hello"))
+    if not credentials.proves(message.get("proof"), "client", ours, hello):
+        return None
+    peer.challenges = theirs + ours
+    return hello
 
 
 async def serve(

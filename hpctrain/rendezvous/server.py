@@ -13,7 +13,7 @@ from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.errors import ContradictionError, HpctrainError, RankMissingError, StartError
 from hpctrain.rendezvous.addresses import LOOPBACK, candidate_hosts, listen, open_listener, ports
-from hpctrain.rendezvous.connections import Connection, greet, serve, until
+from hpctrain.rendezvous.connections import Connection, greet, serve, until, welcome
 from hpctrain.rendezvous.interfaces import reachable
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
@@ -22,7 +22,6 @@ from hpctrain.rendezvous.messages import (
     Credentials,
     Entry,
     Participant,
-    decode,
     encode,
     keep_alive,
     read_hello,
@@ -33,9 +32,7 @@ __all__ = ["RendezvousServer"]
 
 # Seconds in which rank 0 still sends an error to ranks that were not yet connected.
 _LINGER_SECONDS = 1.0
-# Unknown peers are dismissed after this time, and the oldest of them earlier if their number
-# exceeds the number of ranks by more than `_MORE_UNKNOWN`.
-_UNKNOWN_SECONDS = 10.0
+# The oldest unknown peer is dismissed if their number exceeds that of the ranks by more than this.
 _MORE_UNKNOWN = 256
 
 
@@ -124,25 +121,10 @@ class RendezvousServer:
 
     async def _serve(self, peer: Connection) -> None:
         """Converse with a peer: unknown until it has proved that it belongs to this start."""
-        self.unknown[peer] = None
-        if len(self.unknown) > _MORE_UNKNOWN + self.size:
-            next(iter(self.unknown)).close()
-        credentials = self.own.credentials
-        try:
-            async with asyncio.timeout(_UNKNOWN_SECONDS):
-                greeting = decode(await peer.read())
-                if greeting.get("start") != credentials.start or "challenge" not in greeting:
-                    return
-                theirs, ours = str(greeting["challenge"]), Credentials.challenge()
-                proof = credentials.proof("host", theirs)
-                peer.send(encode({"start": credentials.start, "proof": proof, "challenge": ours}))
-                message = decode(await peer.read())
-        finally:
-            del self.unknown[peer]
-        hello = str(message.get("hello"))
-        if not credentials.proves(message.get("proof"), "client", ours, hello):
+        most = _MORE_UNKNOWN + self.size
+        hello = await welcome(peer, self.own.credentials, self.unknown, most)
+        if hello is None:
             return
-        peer.challenges = theirs + ours
         with contextlib.suppress(ValueError):
             await self._serve_rank(peer, *read_hello(hello, self.objects))
 

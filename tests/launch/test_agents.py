@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -13,6 +15,9 @@ import processes
 import pytest
 from launches import PYTHON
 from processes import until
+
+from hpctrain.launch.agent_links import AgentLinks
+from hpctrain.launch.plan import Plan
 
 # Each rank prints its attempt and its launcher's store, and waits for a file. The first attempt's
 # rank 1 can be told to die.
@@ -117,6 +122,35 @@ def test_ranks_and_agents_end_with_a_killed_supervisor(begin):
     until(lambda: not alive(first.values()))
     assert time.monotonic() - killed < 2
     until(lambda: not own_agents())
+
+
+def test_ranks_and_agent_end_with_their_link_although_the_supervisor_lives():
+    """So it is on another host, whose kernel ends the link, and where no parent ends."""
+    received = queue.SimpleQueue()
+    listener = socket.create_server(("127.0.0.1", 0))
+    links = AgentLinks("launch", "secret", listener, received.put)
+    where = {"places": [listener.getsockname()], "launch": "launch", "step": 0, "alone": True}
+    variables = {"HPCTRAIN_AGENT": json.dumps(where), "HPCTRAIN_SECRET": "secret"}
+    with processes.background() as begin:
+        stop = str(Path("launch", "stop").absolute())
+        agent = begin([PYTHON, "-m", AGENT], HPCTRAIN_STOP_FILE=stop, **variables)
+        link, hello = received.get(timeout=processes.PATIENCE)
+        plan = Plan(
+            ["sh", "-c", "echo $$ >rank; exec sleep 1000"],
+            "",
+            hosts=["node1"],
+            counts=[1],
+            main_address="127.0.0.1",
+            own_address="127.0.0.1",
+            ports=hello["facts"]["ports"],
+        )
+        link.send(run=[plan.of_all_hosts(), 0, "127.0.0.1"])
+        until(lambda: Path("rank").exists() and Path("rank").read_text())
+        links.close()
+        ended = time.monotonic()
+        until(lambda: not alive([int(Path("rank").read_text())]))
+        assert time.monotonic() - ended < 2
+        assert agent.wait(processes.PATIENCE) == 1
 
 
 def test_suspended_supervisor_is_no_loss(begin):

@@ -51,8 +51,10 @@ def look(watches, condition=lambda: False, seconds=1.0):
 
 def vanish(watch):
     """End the connections of an agent as the kernel does for a killed process."""
-    for peer in watch._peers:
-        peer.close()
+    for link in watch._links:
+        link.end()
+    if watch._server is not None:
+        watch._server.close()
 
 
 def test_hosts_that_end_one_after_the_other_are_not_lost(agents):
@@ -115,4 +117,4 @@ def test_unknown_programs_change_nothing(agents, said):
         look(watches, seconds=0.1)
     look(watches, seconds=0.4)
     assert not losses
-    assert len(watches[0]._peers) == 2
+    assert len(watches[0]._links) == 2

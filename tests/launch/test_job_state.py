@@ -4,6 +4,7 @@ import os
 
 from job_world import World
 
+from hpctrain.launch.end import End
 from hpctrain.launch.job_state import Facts, JobState, Reviewed, StartAgents
 from hpctrain.launch.plan import Plan
 
@@ -46,3 +47,23 @@ def test_step_that_ends_late_does_not_stop_the_agents_of_the_next_one():
     for host in ("node1", "node2"):
         state.connected(host, Facts("10.0.0.1", ports=(3, 4)), 5.0)
     assert (state.phase, state.attempt) == ("run", 1)
+
+
+def test_late_messages_of_an_old_attempt_change_nothing():
+    """A connection keeps the order of its messages; this rule does not rely on it."""
+    state = JobState(Plan(["train"], "/folder"), {"node1": 1, "node2": 1}, ["node1", "node2"])
+    state.begin(0.0)
+    for host in ("node1", "node2"):
+        state.connected(host, Facts("10.0.0.1", ports=(1, 2)), 1.0)
+    for host in ("node1", "node2"):
+        state.ended(host, 0, End(137, 1, opened=True), (3, 4), 2.0)
+    state.reviewed(Reviewed(progress=True), 3.0)
+    assert (state.phase, state.attempt) == ("run", 1)
+    state.take()
+    state.failing("node1", 0, 4.0)
+    state.ended("node1", 0, End(1, 1), (5, 6), 4.0)
+    assert state.take() == []
+    assert state.deadline is None
+    for host in ("node1", "node2"):
+        state.ended(host, 1, End(0, 1, opened=True), (7, 8), 5.0)
+    assert state.phase == "review"

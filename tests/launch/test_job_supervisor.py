@@ -211,13 +211,11 @@ def agents(monkeypatch):
     """Replace the processes and connections of agents."""
 
     class Links:
-        places = (("10.0.0.9", 4000),)
-
-        def __init__(self, launch, secret, interface_address, put):
-            Step.job.put = put
+        def __init__(self, launch, secret, listener, put):
+            Step.job.put, self.listener = put, listener
 
         def close(self):
-            pass
+            self.listener.close()
 
     monkeypatch.setattr(job_supervisor, "AgentLinks", Links)
     monkeypatch.setattr(job_supervisor, "_Step", Step)
