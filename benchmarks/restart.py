@@ -2,14 +2,14 @@
 
     python benchmarks/restart.py [--kills 50] [--backends ddp horovod] [--here] [--save FILE]
 
-The script trains one rank on each of three nodes. Again and again another rank kills itself by
-SIGKILL, two steps after a checkpoint. The figure is the time from the end of the last step before
-to the end of the first step that no attempt had reached before, less the time of the steps between
-the checkpoint and this one, at the median time of a step. At the end, the weights of the ranks have
-the bits of a run without a kill.
+The script trains one rank on each of three nodes, and then three ranks on one node. Again and again
+another rank kills itself by SIGKILL, two steps after a checkpoint. The figure is the time from the
+end of the last step before to the end of the first step that no attempt had reached before, less
+the time of the steps between the checkpoint and this one, at the median time of a step. At the end,
+the weights of the ranks have the bits of a run without a kill.
 
-The memory is that of a node beside its rank, before the first kill: the agent, its processes, and
-on the first node `hpctrain run` (Pss of /proc/PID/smaps_rollup).
+The memory is that of a node beside its ranks, before the first kill: the agent, its processes, and
+on the first node `hpctrain run`, without pages of files (Pss_Anon of /proc/PID/smaps_rollup).
 
 It runs on the test cluster of tests/support, which it starts and stops (as root), or with --here on
 the cluster of this machine, from a folder that its nodes share.
@@ -33,7 +33,8 @@ from submit import Command, slurm
 
 from hpctrain.tools.bench.measure import summary
 
-NODES = 3
+# Nodes, and ranks of each, with the targets of the median, in seconds.
+LAYOUTS = {"3 nodes": (3, 1, "≤ 1.2"), "1 node, 3 ranks": (1, 3, "≤ 1.0")}
 CHECKPOINT_EVERY, STEPS_BETWEEN, STEPS_BEHIND = 5, 10, 2
 # Step after which ranks are killed.
 FIRST = 20
@@ -67,13 +68,15 @@ def memory():
                     found.add(int(path.name))
             except OSError:
                 pass
-    total = 0
-    for pid in found - {{os.getpid()}}:
+    total, own = 0, Path("/proc/self/cmdline").read_bytes()
+    for pid in found:
         try:
+            if Path(f"/proc/{{pid}}/cmdline").read_bytes() == own:
+                continue  # a rank
             text = Path(f"/proc/{{pid}}/smaps_rollup").read_text()
         except OSError:
             continue
-        total += next(int(one.split()[1]) for one in text.splitlines() if one.startswith("Pss:"))
+        total += next(int(one.split()[1]) for one in text.splitlines() if one.startswith("Pss_Anon:"))
     return total / 1024
 
 
@@ -105,7 +108,8 @@ with hpctrain.Session(hpctrain.options().parse_args()) as session:
 """
 JOB = """\
 #!/bin/bash
-#SBATCH --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=1 --time=60 --no-kill --output={out}/log
+#SBATCH --nodes={nodes} --ntasks-per-node={each} --cpus-per-task=1 --time=60
+#SBATCH --no-kill --output={out}/log
 export KILLS={kills} LAST={last} OUT={out}
 echo $$ > {out}/pid
 exec {python} -m hpctrain run --run-dir {out}/run --max-attempts 1000 {out}/train.py \
@@ -114,17 +118,28 @@ exec {python} -m hpctrain run --run-dir {out}/run --max-attempts 1000 {out}/trai
 
 
 def trained(
-    command: Command, environ: Mapping[str, str], folder: Path, backend: str, kills: int, last: int
+    cluster: tuple[Command, Mapping[str, str], Path],
+    layout: str,
+    backend: str,
+    kills: int,
+    last: int,
 ) -> Path:
     """Train to a step in a job with a number of kills; return the folder of what its ranks write.
 
     Raises:
         SystemExit: the job has failed.
     """
-    out = folder / f"{backend}-{kills}"
+    command, environ, folder = cluster
+    nodes, each, _ = LAYOUTS[layout]
+    out = folder / f"{nodes}-{backend}-{kills}"
     out.mkdir()
     (out / "train.py").write_text(SCRIPT)
-    fields = {"nodes": NODES, "python": shlex.quote(sys.executable), "every": CHECKPOINT_EVERY}
+    fields = {
+        "nodes": nodes,
+        "each": each,
+        "python": shlex.quote(sys.executable),
+        "every": CHECKPOINT_EVERY,
+    }
     job = JOB.format(**fields, out=shlex.quote(str(out)), backend=backend, kills=kills, last=last)
     (out / "job.sh").write_text(job)
     wait = ["sbatch", "--wait", "--parsable", f"--chdir={out}", str(out / "job.sh")]
@@ -154,24 +169,26 @@ def restarts(out: Path) -> list[float]:
 
 
 def measure(arguments: argparse.Namespace) -> Results:
-    """Return by backend the seconds of a restart, the most of them, and the memory."""
+    """Return by layout and backend the seconds of a restart, the most of them, and the memory."""
     results: Results = {}
+    last = FIRST + STEPS_BETWEEN * (arguments.kills + 1)
     with slurm(arguments.here) as (command, environ), _folder(arguments.here) as folder:
-        for backend in arguments.backends:
-            last = FIRST + STEPS_BETWEEN * (arguments.kills + 1)
-            quiet = trained(command, environ, folder, backend, 0, last)
-            killed = trained(command, environ, folder, backend, arguments.kills, last)
-            costs = restarts(killed)
-            if len(costs) != arguments.kills:
-                raise SystemExit(f"{len(costs)} restarts after {arguments.kills} kills")
-            if (quiet / "weights").read_text() != (killed / "weights").read_text():
-                raise SystemExit(f"{backend}: the weights at the end are others")
-            most, memory = max(costs), float((killed / "memory").read_text())
-            own: dict[str, Any] = {"s": summary(costs), "most_s": summary([most])}
-            own["beside_mb"] = summary([memory])
-            for key, limit in (("s", "≤ 1.2"), ("most_s", "≤ 3"), ("beside_mb", "≤ 350")):
-                judge(own, key, limit)
-            results[backend] = own
+        cluster = command, environ, folder
+        for layout, (_, _, limit) in LAYOUTS.items():
+            results[layout] = {}
+            for backend in arguments.backends:
+                quiet = trained(cluster, layout, backend, 0, last)
+                killed = trained(cluster, layout, backend, arguments.kills, last)
+                costs = restarts(killed)
+                if len(costs) != arguments.kills:
+                    raise SystemExit(f"{len(costs)} restarts after {arguments.kills} kills")
+                if (quiet / "weights").read_text() != (killed / "weights").read_text():
+                    raise SystemExit(f"{layout}, {backend}: the weights at the end are others")
+                own: dict[str, Any] = {"s": summary(costs), "most_s": summary([max(costs)])}
+                own["beside_mb"] = summary([float((killed / "memory").read_text())])
+                for key, most in (("s", limit), ("most_s", "≤ 3"), ("beside_mb", "≤ 350")):
+                    judge(own, key, most)
+                results[layout][backend] = own
     return results
 
 

@@ -48,7 +48,6 @@ __all__ = [
     "peak_memory",
     "private_memory",
     "processor",
-    "set_oom_score",
     "shared_folder",
     "show",
     "start_time",
@@ -278,12 +277,6 @@ def ended(pid: int) -> tuple[bool, int] | None:
     done, status = os.waitpid(pid, os.WNOHANG)
     code = os.waitstatus_to_exitcode(status) if done else 0
     return (code >= 0, abs(code)) if done else None
-
-
-def set_oom_score(score: int) -> None:
-    """Set how early the kernel ends this process where memory is short: 0, up to 1000; on Linux."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(score))
 
 
 def show(command: Sequence[str], environ: Mapping[str, str]) -> bool:
