@@ -76,7 +76,8 @@ def memory():
             text = Path(f"/proc/{{pid}}/smaps_rollup").read_text()
         except OSError:
             continue
-        total += next(int(one.split()[1]) for one in text.splitlines() if one.startswith("Pss_Anon:"))
+        lines = (line for line in text.splitlines() if line.startswith("Pss_Anon:"))
+        total += int(next(lines).split()[1])
     return total / 1024
 
 

@@ -32,13 +32,15 @@ class HostWatch:
     Args:
         met: rendezvous of the hosts, each of which counts as one rank. Its listener is closed at
             the end.
+        secret: secret of the launch, or an empty string. Without one, the nonce of the rendezvous
+            proves who belongs to it: who can read the network reads that, too.
         on_loss: function to call once, when a host is lost.
 
     Attributes:
         lost: name of a lost host; empty if there is none.
     """
 
-    def __init__(self, met: Rendezvous, on_loss: Callable[[], None]) -> None:
+    def __init__(self, met: Rendezvous, secret: str, on_loss: Callable[[], None]) -> None:
         self.lost = ""
         self._met, self._on_loss = met, on_loss
         self._inbox: queue.SimpleQueue[Received] = queue.SimpleQueue()
@@ -46,8 +48,7 @@ class HostWatch:
         self._ended: dict[int, float] = {}
         self._links: dict[Link, int] = {}
         self._server: AgentLinks | None = None
-        # Only those who have met know the nonce.
-        launch = secret = met.nonce
+        launch, secret = met.nonce, secret or met.nonce
         if met.listener is not None:
             self._server = AgentLinks(launch, secret, met.listener, self._inbox.put)
             # A host that has waited may have been lost meanwhile.

@@ -69,7 +69,7 @@ def run(
         more = {env_vars.HOSTNAME: point.host} if point.simulated else {}
         ranks = HostRanks({**env, **more}, point.host, gpus)
         try:
-            return _watched(plan, met, ranks, stores)
+            return _watched(plan, met, env.get(env_vars.SECRET, ""), ranks, stores)
         finally:
             ranks.close()
     finally:
@@ -93,12 +93,14 @@ def _check_hosts(roster: Roster) -> Answer:
     return Answer(shared={"gpus": [e["gpus"] for e in roster.entries], "ports": first["ports"]})
 
 
-def _watched(plan: Plan, met: Rendezvous, ranks: HostRanks, stores: Stores | None) -> End:
+def _watched(
+    plan: Plan, met: Rendezvous, secret: str, ranks: HostRanks, stores: Stores | None
+) -> End:
     """Run the ranks of this host; end them when another host is lost."""
     events: supervisor.Events = queue.SimpleQueue()
     if met.world.world_size == 1:
         return ranks.run(plan, stores, events)
-    watch = HostWatch(met, lambda: events.put(EndRequest(signal.SIGKILL)))
+    watch = HostWatch(met, secret, lambda: events.put(EndRequest(signal.SIGKILL)))
     # When one process has ended, srun ends the others, which still have to find out which host is
     # lost.
     before = signal.signal(signal.SIGTERM, lambda number, _: events.put(number))

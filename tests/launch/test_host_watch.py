@@ -21,7 +21,7 @@ def watch(rank, listener, losses):
     roster = Roster((), ("127.0.0.1",) * 3, HOSTS, (0, 1, 2), listener.getsockname()[1])
     world = World(rank, 3, 0, 1, rank, 3, HOSTS)
     met = Rendezvous(world, roster, None, None, "the-nonce", None if rank else listener)
-    return HostWatch(met, lambda: losses.append(rank))
+    return HostWatch(met, "a-secret", lambda: losses.append(rank))
 
 
 @pytest.fixture
