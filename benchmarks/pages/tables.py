@@ -161,10 +161,10 @@ def front_page(top: Path) -> str:
                 _measured(record),
             )
         )
-    parity, chaos = (_read(top / OTHERS / f"{name}.json") for name in ("parity", "chaos"))
+    parity = _read(top / OTHERS / "parity.json")
     (apart,) = (row["apart"] for row in parity["rows"] if row["arm"] == "ddp, 4 ranks")
-    (row,) = chaos["rows"]
-    fault = dict(zip(chaos["head"], row, strict=True))
+    restart, cost = _arm("restart", "3 nodes, ddp", top)
+    kills = f"seconds that a killed rank costs on three nodes, {restart['kills']} kills"
     cells += [
         (
             "[losses of 200 steps in fp64, four ranks](docs/reproducibility.md)",
@@ -173,10 +173,10 @@ def front_page(top: Path) -> str:
             _measured(parity),
         ),
         (
-            f"[seconds that a killed rank costs, {fault['faults']} kills](docs/reliability.md)",
-            f"{fault['median seconds']}, at most {fault['most']}",
+            f"[{kills}](benchmarks/README.md#a-killed-rank)",
+            f"{describe(cost['s'], '.2f')}, at most {cost['most_s']['median']:.2f}",
             "no kill: the same bits at the end",
-            _measured(chaos),
+            _measured(restart),
         ),
     ]
     return _markdown(("what", "median [95 % interval]", "compared with", "measured"), cells)
@@ -313,7 +313,7 @@ def errors(top: Path) -> str:
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
 # Files that have the cells of their table.
 _RECORDED = (
-    *("chaos", "restarts", "ten minutes", "mixed faults", "repeats"),
+    *("chaos", "ten minutes", "mixed faults", "repeats"),
     *("by launcher", "programs", "ported"),
 )
 # To add a table that pages may name, add a line here.
