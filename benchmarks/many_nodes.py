@@ -11,11 +11,11 @@ connections, proofs, plans and results. There, the first rank fails in the first
 """
 
 import argparse
+import asyncio
 import contextlib
 import io
 import json
 import os
-import queue
 import sys
 import tempfile
 import time
@@ -33,6 +33,7 @@ from hpctrain.launch.end import End
 from hpctrain.launch.job_hosts import JobHosts
 from hpctrain.launch.plan import Plan
 from hpctrain.process import file_limit
+from hpctrain.rendezvous.messages import Credentials
 from hpctrain.tools.bench.measure import summary, take_turns
 
 REAL, PLAYED = (8, 64), (512, 2048)
@@ -63,24 +64,22 @@ class PlayedHosts(JobHosts):
         return words, dict(environ)
 
 
-def play(count: int, result: Path) -> None:
+async def play(count: int, result: Path) -> None:
     """Play the agents of a number of hosts until the launcher ends them."""
     file_limit.make_room(count)
     where = json.loads(os.environ[env_vars.AGENT])
-    places = [(str(address), int(port)) for address, port in where["places"]]
-    secret = os.environ[env_vars.SECRET]
+    address, port = where["places"][0]
+    credentials = Credentials(where["launch"], os.environ[env_vars.SECRET])
     links = [
-        agent_links.connect(places, where["launch"], secret, partial(_hello, number), 60)
+        await agent_links.join((address, port), credentials, partial(_hello, number))
         for number in range(count)
     ]
-    inbox: queue.SimpleQueue[Received] = queue.SimpleQueue()
-    for link in links:
-        link.follow(inbox.put)
-    failed = _attempt(links, inbox, 0)
-    restarted = _attempt(links, inbox, 1)
+    inbox: asyncio.Queue[Received] = asyncio.Queue()
+    reading = [asyncio.create_task(link.deliver(inbox.put_nowait)) for link in links]
+    failed = await _attempt(links, inbox, 0)
+    restarted = await _attempt(links, inbox, 1)
     result.write_text(json.dumps({"restart_s": restarted - failed}))
-    for _ in links:
-        inbox.get()  # "leave"
+    await asyncio.gather(*reading)  # until the launcher ends
 
 
 def _hello(number: int, address: str) -> dict[str, object]:
@@ -88,10 +87,10 @@ def _hello(number: int, address: str) -> dict[str, object]:
     return {"name": f"node{number:05d}", "step": 0, "index": number, "facts": facts}
 
 
-def _attempt(links: Sequence[Link], inbox: "queue.SimpleQueue[Received]", attempt: int) -> float:
+async def _attempt(links: Sequence[Link], inbox: "asyncio.Queue[Received]", attempt: int) -> float:
     """Answer the plans of an attempt; return when the last one came, or the failure was told."""
     for _ in links:
-        inbox.get()
+        await inbox.get()
     at = time.monotonic()
     for rank, link in enumerate(links):
         # The others are ended because of rank 0.
@@ -136,6 +135,6 @@ def measure(arguments: argparse.Namespace) -> Results:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--play"]:
-        play(int(sys.argv[2]), Path(sys.argv[3]))
+        asyncio.run(play(int(sys.argv[2]), Path(sys.argv[3])))
     else:
         run("A launch on many nodes.", 5, ["hpctrain"], measure)

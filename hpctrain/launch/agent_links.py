@@ -28,7 +28,7 @@ from hpctrain.errors import StartError
 from hpctrain.rendezvous.connections import Connection, greet, serve, welcome
 from hpctrain.rendezvous.messages import LONGEST_HELLO, Credentials, decode, encode, keep_alive
 
-__all__ = ["AgentLinks", "Link", "connect"]
+__all__ = ["AgentLinks", "Link", "connect", "join"]
 
 # The agent kills its ranks after the first of them; then the supervisor calls the host lost.
 SECONDS_OF_AGENT = 8
@@ -183,7 +183,7 @@ def connect(
         answers = []
         for place in places:
             try:
-                return loop.run_until_complete(_connect(place, credentials, hello))
+                return loop.run_until_complete(join(place, credentials, hello))
             except OSError as error:
                 answers.append(f"{place[0]}: {error.strerror or error or 'no answer'}")
         if time.monotonic() > deadline:
@@ -194,7 +194,12 @@ def connect(
         time.sleep(_PAUSE)
 
 
-async def _connect(place: Place, credentials: Credentials, hello: Callable[[str], Message]) -> Link:
+async def join(place: Place, credentials: Credentials, hello: Callable[[str], Message]) -> Link:
+    """Connect to the supervisor at a place.
+
+    Raises:
+        OSError: it does not answer there.
+    """
     async with asyncio.timeout(_SECONDS_TO_GREET):
         connection, theirs = await greet(place, credentials, _SECONDS_FOR_A_PLACE)
     keep_alive(connection.socket, SECONDS_OF_AGENT, _INTERVAL)
