@@ -79,7 +79,10 @@ async def play(count: int, result: Path) -> None:
     failed = await _attempt(links, inbox, 0)
     restarted = await _attempt(links, inbox, 1)
     result.write_text(json.dumps({"restart_s": restarted - failed}))
-    await asyncio.gather(*reading)  # until the launcher ends
+    for _ in links:
+        await inbox.get()  # "leave"
+    for one in reading:
+        one.cancel()
 
 
 def _hello(number: int, address: str) -> dict[str, object]:
