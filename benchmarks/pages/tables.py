@@ -313,7 +313,7 @@ def errors(top: Path) -> str:
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
 # Files that have the cells of their table.
 _RECORDED = (
-    *("chaos", "ten minutes", "mixed faults", "repeats"),
+    *("chaos", "ten minutes", "mixed faults", "repeats", "on paper"),
     *("by launcher", "programs", "ported"),
 )
 # To add a table that pages may name, add a line here.
