@@ -31,12 +31,18 @@ def test_no_schedule_of_faults_hangs_loses_a_result_or_blames_a_healthy_host():
     assert {75, 76} < codes.keys()
 
 
-def test_step_that_ends_late_does_not_stop_the_agents_of_the_next_one():
-    """Slurm ends the agents of a cancelled step, and srun seconds later."""
+def begun():
+    """Return the state of a launch on two hosts whose first attempt has begun."""
     state = JobState(Plan(["train"], "/folder"), {"node1": 1, "node2": 1}, ["node1", "node2"])
     state.begin(0.0)
     for host in ("node1", "node2"):
         state.connected(host, Facts("10.0.0.1", ports=(1, 2)), 1.0)
+    return state
+
+
+def test_step_that_ends_late_does_not_stop_the_agents_of_the_next_one():
+    """Slurm ends the agents of a cancelled step, and srun seconds later."""
+    state = begun()
     for host in ("node1", "node2"):
         state.gone(host, 2.0)
     state.take()
@@ -51,10 +57,7 @@ def test_step_that_ends_late_does_not_stop_the_agents_of_the_next_one():
 
 def test_late_messages_of_an_old_attempt_change_nothing():
     """A connection keeps the order of its messages; this rule does not rely on it."""
-    state = JobState(Plan(["train"], "/folder"), {"node1": 1, "node2": 1}, ["node1", "node2"])
-    state.begin(0.0)
-    for host in ("node1", "node2"):
-        state.connected(host, Facts("10.0.0.1", ports=(1, 2)), 1.0)
+    state = begun()
     for host in ("node1", "node2"):
         state.ended(host, 0, End(137, 1, opened=True), (3, 4), 2.0)
     state.reviewed(Reviewed(progress=True), 3.0)
