@@ -109,7 +109,12 @@ def _by_place(arguments: argparse.Namespace, program: _Program, env: Mapping[str
             run_options.check_on_one_machine(arguments)
             run_options.check_outside_of_a_job(arguments, run_options.OF_SLURM)
             return _in_other_job(hosts, arguments, program, env)
-    run_options.check_outside_of_a_job(arguments)
+    run_options.check_outside_of_a_job(arguments, run_options.OF_SLURM)
+    if arguments.retry or arguments.max_attempts:
+        from hpctrain.launch.in_other_jobs import this_machine
+
+        run_options.check_on_one_machine(arguments)
+        return _in_other_job(this_machine(nproc), arguments, program, env)
     return starts.on_this_machine(program.command, nproc or "auto", env, arguments.debug_rank)
 
 

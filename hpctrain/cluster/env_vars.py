@@ -4,6 +4,7 @@ The launcher classes read them. Code that starts new ranks removes them: a rank 
 variables of another start would train in the wrong world.
 """
 
+import json
 import re
 from collections.abc import Mapping
 
@@ -35,6 +36,7 @@ SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 COMMIT = "HPCTRAIN_COMMIT"  # commit of frozen code, with -dirty if its files differ from it
 FRESH = "HPCTRAIN_FRESH_INTERPRETERS"  # 1: no rank is forked from a process that has imported torch
 AGENT = "HPCTRAIN_AGENT"  # what the agents of `hpctrain run` do
+STEP = "HPCTRAIN_STEP"  # variables of srun that the step of the agents must not have, as JSON
 BEGAN = "HPCTRAIN_BEGAN"  # variables that a rank got after it had waited, as JSON
 
 # Variables of a process that a person uses: of `srun --pty`, and of a kernel of Jupyter.
@@ -51,7 +53,7 @@ WORLD = (
 # Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
 _OF_ONE_RANK = (
     *(*WORLD, LAUNCHER, HOSTNAME, START, LAUNCHED, MAIN_ADDRESS, MAIN_PORT),
-    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, SCRATCH, COMMIT, AGENT, BEGAN),
+    *(EXIT_STATUS_FILE, EVIDENCE, STOP_FILE, SCRATCH, COMMIT, AGENT, STEP, BEGAN),
 )
 _OF_LAUNCHERS = (
     # torchrun, and env://
@@ -75,13 +77,17 @@ SCRUB_PREFIXES = (
 
 # Variables of a scheduler that describe a job and not one of its tasks. They apply to every
 # process of the job. `cluster.job` reads most of them.
-OF_THE_JOB = (
-    *("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"),
-    *("SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"),
-    *("SLURM_SUBMIT_DIR", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE"),
+_OF_OTHER_JOBS = (
     *("LSB_JOBID", "LSB_JOBINDEX", "PBS_JOBID", "PBS_ARRAY_INDEX"),
     *("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"),
 )
+# Of Slurm, all but those that connect one task to its srun, or bind it. Where SLURM_NODELIST and
+# SLURM_STEP_ID are set, Open MPI 4 takes itself for a task of srun, and aborts. Source: OUTPUT
+# ENVIRONMENT VARIABLES of srun(1), Slurm 22.05 to 25.05.
+_OF_SLURM = re.compile(
+    r"SLURMD?_(?!SRUN_COMM|STEP_ID|STEP_LAUNCHER_PORT|STEP_RESV|TASK_PID|PTY|PMI|MPI_)\w+"
+)
+_BINDS = re.compile(r"SLURMD?_((CPU|MEM|GPU|TRES)_BIND\w*|EXPORT_ENV)")
 _NETWORK_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
 _SECRETIVE = re.compile(r"SECRET|TOKEN|PASS|KEY|CRED|AUTH")
 # The site's Slurm configuration, which does not belong to a job despite its prefix.
@@ -98,8 +104,13 @@ def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_the_job(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that describe the scheduler's job."""
-    return {name: env[name] for name in OF_THE_JOB if name in env}
+    """Return the variables that describe the scheduler's job, as a task of srun has them."""
+    of_slurm = {
+        name: value
+        for name, value in {**env, **json.loads(env.get(STEP, "{}"))}.items()
+        if _OF_SLURM.fullmatch(name) and not _BINDS.fullmatch(name)
+    }
+    return of_slurm | {name: env[name] for name in _OF_OTHER_JOBS if name in env}
 
 
 def of_the_network(env: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,8 @@ class End:
         stop_unhandled: whether a stop signal ended ranks before they had a session.
         usage: whether all ranks ended with the exit code of wrong use.
         opened: whether a rank has opened a session.
-        connected: whether a rank has used one of the stores, or it is not known.
+        connected: whether a rank has used one of the stores or was seen to be connected to another
+            one, or it is not known.
         fresh: whether the ranks of a next attempt have to be new interpreters.
         recorded: what rank 0 has written to its exit status file: exit code and reason.
         lost: names of the hosts that were lost before they had told how their ranks ended.
@@ -100,6 +101,32 @@ class End:
             fresh=any(end.fresh for end in ends),
             recorded=next((end.recorded for end in ends if end.recorded is not None), None),
             lost=tuple(lost),
+        )
+
+    def alone(self, command: Sequence[str], simulates: bool = False) -> str:
+        """Return what to tell a person if each rank seems to have trained alone; else empty.
+
+        Args:
+            command: program and arguments of each rank.
+            simulates: whether the ranks lack the variables of torchrun.
+        """
+        # The package's own commands, such as `-m hpctrain doctor`, train nothing.
+        trains = list(command[1:3]) != ["-m", "hpctrain"]
+        together = self.opened or self.connected or self.ranks == 1
+        if not trains or together or self.code or self.rank is not None:
+            return ""
+        more = (
+            "\n  or:       hpctrain run without --as: the ranks have the variables of torchrun, too"
+        )
+        return (
+            f"none of the {self.ranks} ranks has opened a Session, and no connection between them "
+            "was seen: it seems that each rank has trained alone\n"
+            "  expected: with hpctrain.Session(…) as session: in the script, or "
+            "torch.distributed.init_process_group()\n"
+            "  fix:      the option of the script for several ranks, such as Trainer(devices=N) or "
+            "--dist-url env://\n"
+            "  or:       hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone"
+            + (more if simulates else "")
         )
 
     @property

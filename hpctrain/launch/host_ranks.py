@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.launch import cores, rank_environment, supervisor, warm_imports
+from hpctrain.launch import cores, rank_environment, script_source, supervisor, warm_imports
 from hpctrain.launch.containers import apptainer
 from hpctrain.launch.end import End
 from hpctrain.launch.plan import Plan
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import ForkServer, Imports
+from hpctrain.launch.script_source import Source
 from hpctrain.launch.staging import staged
 from hpctrain.launch.stores import Stores
 from hpctrain.process import failure_record
@@ -68,9 +69,17 @@ class HostRanks:
         if plan.index == plan.attempt == 0:
             _print_layout(plan.counts, self._env)
         bound = plan.cores(self._env)
-        imports = None
+        imports, source = None, Source()
+        if not plan.container:
+            here = folder or os.getcwd()
+            source = script_source.read(command, here, next(iter(environs.values())))
+            source.check(sum(plan.counts))
+            if plan.index == plan.attempt == 0:
+                source.announce()
+            environs = {n: {**e, **source.environ(e, plan.ports[2])} for n, e in environs.items()}
         if not (plan.container or plan.fresh):
             imports = warm_imports.of_command(
+                source,
                 command,
                 folder or os.getcwd(),
                 list(environs.values()),
@@ -106,8 +115,9 @@ class HostRanks:
             fresh=plan.fresh,
             total=sum(plan.counts),
             host=self._host,
+            source=source,
         )
-        return end if stores is None else replace(end, connected=stores.used)
+        return replace(end, connected=end.connected or (stores is not None and stores.used))
 
     def is_open(self, attempt: int) -> bool:
         """Check whether a rank of this host has opened a session in an attempt."""

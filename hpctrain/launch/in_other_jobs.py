@@ -1,7 +1,8 @@
-"""Hosts of a job of PBS or Flux: mpirun or `flux run` starts an agent on each."""
+"""Hosts of a job of PBS or Flux: mpirun or `flux run` starts an agent on each; this machine."""
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from hpctrain.errors import StartError, UsageError
 from hpctrain.launch.job_hosts import Command, JobHosts
 from hpctrain.launch.plan import Plan
 
-__all__ = ["hosts_of"]
+__all__ = ["hosts_of", "this_machine"]
 
 _SECONDS_TO_ANSWER = 30.0
 
@@ -50,6 +51,21 @@ class _OtherJob(JobHosts):
             json.dump({"agent": own.pop(env_vars.AGENT), "environ": own}, stream)
         agent = [sys.executable, "-m", "hpctrain.launch.agent", str(file)]
         return [*self._starter(hosts, own), *agent], own
+
+
+class _ThisMachine(_OtherJob):
+    def answers(self, host: str) -> bool:
+        """Return True: an agent that was killed can be started again."""
+        return True
+
+
+def this_machine(nproc: str | None) -> JobHosts:
+    """Return this machine as the only host, so that its ranks are started again after a failure.
+
+    Raises:
+        UsageError: `nproc` is no number of ranks.
+    """
+    return _ThisMachine({socket.gethostname(): 0}, nproc, lambda *_: [])
 
 
 def _mpirun(hosts: Sequence[str], env: Mapping[str, str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Start of ranks in a Slurm job: by an agent on each host, by srun, or by a program of the user."""
 
+import json
 import os
 import re
 import socket
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.cluster import slurm
+from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
@@ -94,11 +95,12 @@ class InSlurm(JobHosts):
         self, hosts: Sequence[str], plan: Plan, environ: Mapping[str, str], folder: Path
     ) -> Command:
         """Return an srun that starts an agent on each host, for as long as the job lives."""
-        own = {
-            name: value
-            for name, value in environ.items()
-            if _OF_A_PART.sub("", name) not in _OF_THE_STEP
-        }
+        removed = {n: v for n, v in environ.items() if _OF_A_PART.sub("", n) in _OF_THE_STEP}
+        own = {name: value for name, value in environ.items() if name not in removed}
+        # They are those of the agents' step.
+        for name in ("SLURM_DISTRIBUTION", "SLURM_HOSTFILE", "SLURM_HINT"):
+            removed.pop(name, None)
+        own[env_vars.STEP] = json.dumps(removed)
         agent = [sys.executable, "-m", "hpctrain.launch.agent"]
         # The step goes on without a host or an agent that is lost. For Slurm, such a step holds the
         # other hosts' CPUs. A site's WaitTime would end the agents after the first one of them.

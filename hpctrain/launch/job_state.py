@@ -63,6 +63,8 @@ SECONDS_TO_RETURN = 20.0
 SECONDS_TO_FAIL = 5.0
 SECONDS_TO_KILL = 5.0  # after SIGTERM
 SECONDS_TO_END = 10.0  # until their agent has told it
+# An attempt of a program without a session that has run so long counts as progress.
+SECONDS_OF_PROGRESS = 600.0
 
 # Errors of a rank of which its host is the cause.
 _WRONG_NUMBERS = "HT318"
@@ -139,9 +141,10 @@ class Fault(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Print a line for the user."""
+    """Print a line for the user, with the time if it is dated."""
 
     text: str
+    dated: bool = False
 
 
 class ReportUnfit(NamedTuple):
@@ -176,6 +179,7 @@ class Reviewed:
         returned: those of the lost hosts that answer and are still in the job.
         left: hosts that are no longer in the job.
         avoided: hosts to use only if there are no others.
+        opens: whether the script opens a session, by its source.
     """
 
     progress: bool = False
@@ -183,6 +187,7 @@ class Reviewed:
     returned: Sequence[str] = ()
     left: Sequence[str] = ()
     avoided: Sequence[str] = ()
+    opens: bool = False
 
 
 def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
@@ -279,6 +284,7 @@ class JobState:
         self._ending = False  # whether the ranks of this attempt were told to end
         self._code = 0  # of a step that has ended
         self._start = ""  # where the attempt begins
+        self._started = 0.0  # when it began
 
     def take(self) -> list[Action]:
         """Return the actions since the last call, in order."""
@@ -388,24 +394,32 @@ class JobState:
             return
         result = settled(end.code, end.recorded, stopped)
         self._report(end)
+        if result is not None and not stopped and (text := end.alone(self._plan.command)):
+            self._act(Say(text))
         if result is not None:
             self._finish(*result)
             return
         lost = self._note_faults(end, found)
-        self._fruitless = 0 if found.progress else self._fruitless + 1
-        self._resumes = self._resumes or self._opened
+        # Nobody sees the checkpoints of a program without a session.
+        lasted = self._is_plain and now - self._started >= SECONDS_OF_PROGRESS
+        progress = found.progress or lasted
+        self._fruitless = 0 if progress else self._fruitless + 1
         self._fresh = self._fresh or end.fresh
         failure = end.recorded[0] if end.recorded else end.code, end.cause
-        by_itself = not self.attempt and end.code < 128
-        changed, most = bool(lost) or found.progress, self._plan.max_fruitless
+        killed = end.code >= 128
+        by_itself = not (self.attempt or killed or self._resumes)
+        changed, most = bool(lost) or progress, self._plan.max_fruitless
         result = hopeless(failure, by_itself, changed, self._fruitless, most)
-        # A rank may fail before its session, and if a host is lost, no program has failed.
-        if result is None and not (self._resumes or self._gone or lost):
+        self._resumes = self._resumes or self._opened
+        # If a host is lost, or a rank is killed before its session, no program has failed.
+        no_failure = self._gone or lost or (killed and found.opens)
+        if result is None and not (self._resumes or no_failure):
             result = failure
         if result is not None:
             self._finish(*result, records=True)
             return
-        self._avoided, self._start = list(found.avoided), found.start
+        self._avoided = list(found.avoided)
+        self._start = "the program starts again" if self._is_plain else found.start
         self.attempt += 1
         self.phase, self._ends, self._gone, self._ending = "gather", {}, [], False
         self._start_agents([h for h in self._usable() if h not in self._agents], now)
@@ -429,6 +443,10 @@ class JobState:
             self._check_ended()
 
     # --- gather
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._plan.plain and not self._opened
 
     def _usable(self) -> list[str]:
         """Return the hosts that may have ranks, in order."""
@@ -510,10 +528,11 @@ class JobState:
             self._act(
                 Say(
                     f"attempt {self.attempt + 1}: {len(self.used)} of {len(self._counts)} hosts"
-                    f"{without}; {self._start}"
+                    f"{without}; {self._start}",
+                    dated=True,
                 )
             )
-        self.phase, self._running = "run", set(self.used)
+        self.phase, self._running, self._started = "run", set(self.used), now
         first = self._agents[self.used[0]]
         common = replace(
             self._plan,

@@ -29,7 +29,7 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.job import submit_folder
 from hpctrain.errors import StartError, UsageError, exit_codes
-from hpctrain.launch import job_state, supervisor
+from hpctrain.launch import job_state, script_source, supervisor
 from hpctrain.launch.agent_links import AgentLinks, Link, Message
 from hpctrain.launch.end import End
 from hpctrain.launch.job_hosts import JobHosts
@@ -172,6 +172,10 @@ class _Supervisor:
         avoided = host_ledger.avoided(self._top)
         resumes = self._before is not None
         self._state = JobState(self._plan, self._hosts.counts, present, avoided, resumes)
+        job = detect_job(self._environ)
+        if job is not None and job.restart_count:
+            launch = f"launch {job.restart_count + 1} of job {job.label}"
+            announce(f"{launch}, {time.strftime('%Y-%m-%d %H:%M:%S')}; {_start(self._before)}")
         restore = file_limit.make_room(len(present))
         if self._hosts.agents:
             self._agents = self._open_links()
@@ -242,8 +246,8 @@ class _Supervisor:
                 host_ledger.note(self._top, sorted(hosts), kind, self._job)
             case job_state.ReportUnfit(unfit):
                 announce(f"error: {_unfit_error(unfit)}")
-            case job_state.Say(text):
-                announce(text)
+            case job_state.Say(text, dated):
+                announce(f"{text} ({time.strftime('%H:%M:%S')})" if dated else text)
             case job_state.Finish():
                 self._finish = action
 
@@ -274,7 +278,8 @@ class _Supervisor:
         if self._agents is not None:
             self._state.step_ended(step.number, end.code, now)
             return
-        found = self._hosts.end_of(self._attempt_folder(), end)
+        # Of ranks without an agent it is not known.
+        found = replace(self._hosts.end_of(self._attempt_folder(), end), connected=True)
         attempt = self._state.attempt
         for index, host in enumerate(step.hosts):
             own = found if index == 0 else End(found.code, found.ranks, usage=found.usage)
@@ -401,6 +406,7 @@ class _Supervisor:
         self._state.reviewed(
             Reviewed(
                 progress=progress,
+                opens=end.code >= 128 and not end.opened and self._opens_session(),
                 start=_start(after),
                 returned=[h for h in asked if asks and h in present and hosts.answers(h)],
                 left=[host for host in hosts.names if host not in present],
@@ -408,6 +414,11 @@ class _Supervisor:
             ),
             time.monotonic(),
         )
+
+    def _opens_session(self) -> bool:
+        """Return whether the script opens a session, by its source."""
+        folder = self._plan.staging[0] or os.getcwd()
+        return script_source.read(self._plan.command, folder, self._environ).opens
 
 
 def _start(step: int | None) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hpctrain.cluster import launchers
+from hpctrain.launch import script_source
 from hpctrain.launch.rank_environment import of_rank
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import no_program, serve_stores
@@ -51,9 +52,15 @@ def join(command: Sequence[str], start: launchers.Start, env: Mapping[str, str])
         main_address=roster.addresses[0],
         own_address=roster.addresses[world.rank],
         secret=point.secret or met.nonce,
-        ports=tuple(met.shared),
+        ports=met.shared,
     )
     environ = {**env, **of_this_rank}
+    source = script_source.read(command, os.getcwd(), environ)
+    source.check(world.world_size)
+    if world.rank == 0:
+        source.announce()
+    environ |= source.environ(environ, met.shared[2])
+    command = source.command(command, environ)
     # Under mpirun, a person may have chosen MPI for Horovod.
     environ |= {name: env[name] for name in _CHOSEN if name in env}
     if stores is not None:

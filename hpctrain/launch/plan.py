@@ -41,7 +41,7 @@ class Plan:
         index: index of this host.
         main_address: address of the first host, reachable from all hosts.
         own_address: address of this host, reachable from all hosts.
-        ports: ports of torch's and Horovod's store on the first host.
+        ports: `ports` of the `Stores` on the first host.
     """
 
     command: Sequence[str]
@@ -101,7 +101,7 @@ class Plan:
             main_address=self.main_address,
             own_address=self.own_address,
             secret=env.get(env_vars.SECRET) or self.launch,
-            ports=(self.ports[0], self.ports[1]),
+            ports=self.ports,
             restarts=self.attempt,
         )
         kept = {name: env[name] for name in (env_vars.HOSTNAME,) if env.get(name)}

@@ -28,9 +28,10 @@ __all__ = [
 
 Environ = Mapping[str, str]
 
-# Variables of a task of srun, for scripts that read only these. The ids are those of the job.
+# Variables of a task of srun that differ from those of the agent. The ids are those of the job.
 _OF_A_TASK = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"),
+    *("SLURM_NODELIST", "SLURM_STEP_NODELIST", "SLURM_NTASKS_PER_NODE", "SLURM_DISTRIBUTION"),
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"),
 )
@@ -75,7 +76,7 @@ def environs(
     env: Environ,
     launcher: str,
     gpus: Sequence[str],
-    ports: tuple[int, int] | None = None,
+    ports: Sequence[int] | None = None,
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each rank of hosts that this machine simulates.
 
@@ -92,7 +93,10 @@ def environs(
     _check_number(sum(tasks_per_node))
     nodes = len(tasks_per_node)
     hosts = tuple(f"node{index + 1}" for index in range(nodes))
-    hosts = hosts if nodes > 1 else (os.uname().nodename,)
+    if launcher == "slurm":  # scripts connect to the first name, so it has to lead here
+        hosts = tuple(f"127.0.{index // 200}.{index % 200 + 1}" for index in range(nodes))
+    elif nodes == 1:
+        hosts = (os.uname().nodename,)
     worlds = [one for node in range(nodes) for one in _worlds(node, tasks_per_node, hosts)]
     start, secret = secrets.randbelow(2**31), secrets.token_hex(16)
     common = _common(env, launcher, cores.share(len(worlds), env))
@@ -144,7 +148,7 @@ def of_rank(
     main_address: str,
     own_address: str,
     secret: str = "",
-    ports: tuple[int, int] | None = None,
+    ports: Sequence[int] | None = None,
     restarts: int = 0,
 ) -> dict[str, str]:
     """Return the variables of a rank: those of hpctrain, torchrun, horovodrun, and srun in its job.
@@ -163,7 +167,7 @@ def of_rank(
         main_address: address of the host with rank 0, reachable from all hosts.
         own_address: address of this host, reachable from all hosts.
         secret: secret that the ranks of this start share; may be empty.
-        ports: ports of torch's and Horovod's store at `main_address`; None without them.
+        ports: `ports` of the `Stores` at `main_address`; None without them.
         restarts: number of earlier attempts of this start.
     """
     environ = {
@@ -196,9 +200,7 @@ def of_rank(
     }
     if env.get("SLURM_JOB_ID"):
         task = SlurmStep().environ(world, tasks_per_node, 0)
-        environ |= {name: task[name] for name in _OF_A_TASK}
-        if len(set(tasks_per_node)) == 1:
-            environ["SLURM_NTASKS_PER_NODE"] = str(tasks_per_node[0])
+        environ |= {name: task[name] for name in _OF_A_TASK if name in task}
     return environ
 
 
@@ -224,6 +226,10 @@ def _common(env: Environ, launcher: str, threads: int) -> dict[str, str]:
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
         if env.get("SLURM_JOB_ID"):
             environ["SLURM_CPUS_PER_TASK"] = str(threads)
+            environ.pop("SLURM_NTASKS_PER_NODE", None)
+    elif launcher == "slurm":
+        # srun passes them on.
+        environ |= {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
     # A stop file for the start is for its ranks, and so are the commit of its code and its time.
     of_the_start = (env_vars.STOP_FILE, env_vars.COMMIT, env_vars.LAUNCHED)
     environ |= {name: env[name] for name in of_the_start if name in env}

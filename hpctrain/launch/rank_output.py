@@ -31,12 +31,16 @@ _FEW_LINES = 20
 _MANY_LINES = 200
 TRACEBACK = "Traceback (most recent call last)"  # first line of Python's
 _ERROR = b"hpctrain: error: "
-# Message of C++ when it ends a process, with messages of gloo, NCCL and Horovod about other ranks.
+# Message of C++ when it ends a process, or of an exception of torch or Horovod, with messages of
+# gloo, NCCL and Horovod about other ranks.
 _ABORTED = re.compile(
-    rb"what\(\):.*(Connection (closed|reset)|Broken pipe|[Tt]imed out|EnforceNotMet|remote process)"
+    rb"(what\(\):|^[\w.]+: .*(gloo|NCCL|c10d|TCPStore)|HorovodInternalError:).*"
+    rb"(Connection (was likely )?(closed|reset)|Broken pipe|[Tt]imed out|EnforceNotMet"
+    rb"|remote process|shut down)"
 )
 # First lines of a traceback; that of a SyntaxError in a script has no title.
 _BEGINS = (TRACEBACK.encode(), b'  File "')
+_LABEL_OF_TORCH = re.compile(rb"^\[rank\d+\]: ")
 _LONGEST_TRACEBACK = 1000
 _HELD_SECONDS = 1.0
 # A traceback after one of these lines belongs to the traceback before it.
@@ -76,7 +80,8 @@ class Tail:
 
     def add(self, line: bytes) -> None:
         """Add a line, and drop the oldest lines over the limit."""
-        line = line.rstrip(b"\r\n")[:_TAIL_LINE]
+        # torch puts the rank before each line of an error, if a process group was opened.
+        line = _LABEL_OF_TORCH.sub(b"", line.rstrip(b"\r\n")[:_TAIL_LINE])
         begins = line.startswith(TRACEBACK.encode()) and not self._previous.startswith(_CHAINED)
         if begins or line.startswith(_ERROR):
             self.failed, self._cause = time.monotonic(), self._count

@@ -26,6 +26,7 @@ from hpctrain.launch.stores import Stores
 from hpctrain.process.failure_record import Failure
 
 __all__ = [
+    "Connections",
     "ForkServer",
     "Imports",
     "Rank",
@@ -34,7 +35,11 @@ __all__ = [
     "signal_name",
 ]
 
+_FEW_LINES = 3
 _SECONDS_TO_END = 10.0  # it ends the ranks meanwhile
+# Between two looks at the connections of the ranks, in seconds; for how long the first one lasts.
+_FIRST_PAUSE, _LONGEST_PAUSE, _SECONDS_TO_CONNECT = 0.05, 10.0, 120.0
+_SECONDS_TO_BE_SURE = 20.0
 
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 
@@ -121,9 +126,13 @@ class Rank:
         if brief and only and TRACEBACK in output:
             last = output.splitlines()[-1]
             return f"{how}: {last}{self._how_to_install(last)}"
-        lines = "".join(f"\n  {line}" for line in output.splitlines())
         if not output:
             return f"{how}, without output on standard error"
+        if brief and code == -signal.SIGKILL:
+            return how
+        # They stand above, and without a traceback they are easy to find.
+        first = -_FEW_LINES if brief and TRACEBACK not in output else 0
+        lines = "".join(f"\n  {line}" for line in output.splitlines()[first:])
         return f"{how}. Its last lines:{lines}"
 
     def _lack_of_memory(self) -> str:
@@ -161,6 +170,63 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return str(number)
+
+
+class Connections:
+    """Look-out for TCP connections between ranks, which show that they train together.
+
+    It needs no help of the program, which may connect its ranks in any way. It may miss a
+    connection that ends within the pause between two looks.
+
+    Args:
+        here: number of ranks on this node.
+        total: number of ranks of all nodes. If there are more than here, a connection to another
+            machine counts, too.
+        expected: whether the program connects its ranks, by its source.
+
+    Attributes:
+        seen: whether there was one.
+        pause: seconds until the next look.
+    """
+
+    def __init__(self, here: int, total: int, expected: bool = False) -> None:
+        self.seen = total == 1
+        self._expected = expected
+        self.pause = _FIRST_PAUSE
+        self._several = total > here
+        self._began = self._last = time.monotonic()
+
+    def look(self, ranks: Sequence[Rank]) -> None:
+        """Look at the connections of the ranks, if the pause is over."""
+        now = time.monotonic()
+        if self.seen or now - self._last < self.pause:
+            return
+        if now - self._began > _SECONDS_TO_CONNECT:
+            self.pause = min(1.2 * self.pause, _LONGEST_PAUSE)
+        self._last = now
+        ends: set[tuple[str, str]] = set()
+        for rank in ranks:
+            if rank.code is None:
+                own = system.connections(system.family(rank.pid))
+                away = {end for end in own if _address(end[0]) != _address(end[1])}
+                # Ports alone, as one end may have an IPv6 address and the other one IPv4.
+                ports = {(_port(end[0]), _port(end[1])) for end in own - away}
+                self.seen |= bool(self._several and away) or not ends.isdisjoint(ports)
+                ends |= {(other, one) for one, other in ports}
+
+    @property
+    def possible(self) -> bool:
+        """Whether there was a connection, or a short program may have had one."""
+        lasted = time.monotonic() - self._began
+        return self.seen or (self._expected and lasted < _SECONDS_TO_BE_SURE)
+
+
+def _address(end: str) -> str:
+    return end.partition(":")[0][-8:]
+
+
+def _port(end: str) -> str:
+    return end.partition(":")[2]
 
 
 class Imports(NamedTuple):

@@ -15,7 +15,14 @@ from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError, exit_codes
-from hpctrain.launch import job_supervisor, peers, rank_environment, supervisor, warm_imports
+from hpctrain.launch import (
+    job_supervisor,
+    peers,
+    rank_environment,
+    script_source,
+    supervisor,
+    warm_imports,
+)
 from hpctrain.launch.end import End
 from hpctrain.launch.job_hosts import JobHosts
 from hpctrain.launch.plan import Plan
@@ -162,10 +169,15 @@ def simulated(
     terminal = 0 if debug_rank is None and ranks == 1 and _in_terminal() else debug_rank
     stores = Stores(local=True) if launcher == "hpctrain" else None
     try:
-        ports = (stores.ports[0], stores.ports[1]) if stores else None
+        ports = stores.ports if stores else None
         environs = rank_environment.environs(tasks_per_node, env, launcher, gpus, ports)
-        rank_environment.print_threads(env, len(environs))
-        imports = warm_imports.of_command(command, os.getcwd(), list(environs.values()))
+        source = script_source.read(command, os.getcwd(), environs[0])
+        if ports is not None:  # another launcher does nothing for a script
+            source.check(ranks)
+            source.announce()
+            environs = {n: {**one, **source.environ(one, ports[2])} for n, one in environs.items()}
+        rank_environment.print_threads(env, ranks)
+        imports = warm_imports.of_command(source, command, os.getcwd(), list(environs.values()))
         with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
             end = supervisor.run(
                 command,
@@ -176,10 +188,10 @@ def simulated(
                 imports=imports,
                 terminal=terminal,
                 host=socket.gethostname(),
+                source=source,
             )
-            # Without stores it is not known whether the ranks have connected.
-            end = replace(end, connected=stores is None or stores.used)
-            return _conclude(end, command, env)
+            end = replace(end, connected=end.connected or (stores is not None and stores.used))
+            return _conclude(end, command, env, launcher not in ("hpctrain", "torchrun"))
     finally:
         if stores is not None:
             stores.close()
@@ -195,24 +207,17 @@ def _in_terminal() -> bool:
         return False
 
 
-def _conclude(end: End, command: Sequence[str], env: Mapping[str, str]) -> int:
+def _conclude(
+    end: End, command: Sequence[str], env: Mapping[str, str], simulates: bool = False
+) -> int:
     """Return the exit code of a start on this machine, and report what a person has to know."""
     exit_status = end.recorded
     if exit_status is None and end.stop_unhandled and end.signal is not None:
         name = signal.Signals(end.signal).name
         exit_status = exit_codes.STOPPED, f"{name} was received before the session was open"
     if not (exit_status and exit_status[0] == exit_codes.STOPPED):
-        # The package's own commands, such as `-m hpctrain doctor`, train nothing.
-        trains = list(command[1:3]) != ["-m", "hpctrain"]
-        alone = not (end.opened or end.connected)
-        if trains and end.rank is None and alone and end.ranks > 1:
-            announce(
-                f"none of the {end.ranks} ranks has opened a Session or connected to the others: "
-                "each rank has trained alone\n"
-                "  expected: with hpctrain.Session(…) as session: in the script, or "
-                "torch.distributed.init_process_group()\n"
-                "  fix:      hpctrain run --nproc-per-node 1 SCRIPT, for a script that trains alone"
-            )
+        if text := end.alone(command, simulates):
+            announce(text)
         if end.rank is not None and end.ranks > 1 and not end.usage:
             announce(f"rank {end.rank} {end.conclusion}")
     _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))

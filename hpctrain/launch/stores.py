@@ -7,7 +7,9 @@ first client connects, see `fork_server`.
 
 import os
 import select
+import socket
 
+from hpctrain.cluster import system
 from hpctrain.rendezvous.addresses import LOOPBACK, open_listener
 
 __all__ = ["Stores"]
@@ -23,14 +25,18 @@ class Stores:
             else all its addresses.
 
     Attributes:
-        ports: port of the TCPStore and of Horovod's store.
+        ports: port of the TCPStore and of Horovod's store, and a free port for a TCPStore that
+            rank 0 serves itself.
         servers: file descriptor of each socket, and the module of its server.
         tells: file descriptor to which the fork server writes a line when it starts a server.
     """
 
     def __init__(self, local: bool) -> None:
         self._sockets = [open_listener(LOOPBACK if local else None, 0) for _ in _SERVERS]
-        self.ports = [listener.getsockname()[1] for listener in self._sockets]
+        self._free = _reserved_port(LOOPBACK if local else "")
+        self.ports = [one.getsockname()[1] for one in (*self._sockets, self._free)]
+        if not system.COMPLETE:  # macOS gives a port to one socket only
+            self._free.close()
         descriptors = [listener.fileno() for listener in self._sockets]
         self.servers = tuple(zip(descriptors, _SERVERS, strict=True))
         self._told, self.tells = os.pipe()
@@ -48,5 +54,17 @@ class Stores:
     def close(self) -> None:
         """Close the sockets, after the end of the fork server."""
         self.hand_over()
+        self._free.close()
         os.close(self._told)
         os.close(self.tells)
+
+
+def _reserved_port(address: str) -> socket.socket:
+    """Return a socket with a free port, which another process may bind, too, but gets by no chance.
+
+    Linux lets several sockets with SO_REUSEADDR have a port while none of them listens: socket(7).
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((address, 0))
+    return reserved

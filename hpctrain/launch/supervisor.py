@@ -16,7 +16,8 @@ from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import StartError, UsageError
 from hpctrain.launch.end import End
 from hpctrain.launch.rank_output import Output, announce
-from hpctrain.launch.rank_processes import ForkServer, Imports, Rank
+from hpctrain.launch.rank_processes import Connections, ForkServer, Imports, Rank
+from hpctrain.launch.script_source import Source
 from hpctrain.launch.stores import Stores
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
@@ -89,6 +90,7 @@ def run(
     terminal: int | None = None,
     total: int = 0,
     host: str = "",
+    source: Source | None = None,
 ) -> End:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -119,6 +121,7 @@ def run(
             SIGINT is then left to it, as Ctrl-C reaches it.
         total: number of ranks of all hosts (default: of this one).
         host: name of this host, for the result.
+        source: what the script says about its command; None for nothing.
 
     Raises:
         StartError: the system cannot start more processes.
@@ -133,15 +136,17 @@ def run(
         keeps = server is not None
         if server is None:
             server = new_server(own_folder, stores, imports, terminal is not None, events)
-        watch = _Watch(ranks, events, announces, meanwhile, failing)
+        expected = source is not None and source.connects
+        connections = Connections(len(environs), total or len(environs), expected)
+        watch = _Watch(ranks, events, announces, meanwhile, failing, connections)
         try:
             for index, (number, environ) in enumerate(environs.items()):
                 has_terminal = number == terminal
                 ranks.append(
                     server.start(
                         number,
-                        command,
-                        with_files(environ, files),
+                        source.command(command, environ) if source else command,
+                        with_files(environ, files, number),
                         cores[index] if cores else None,
                         folder,
                         terminal=has_terminal,
@@ -197,10 +202,14 @@ def new_server(
     return ForkServer(folder, stores, terminal=terminal)
 
 
-def with_files(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+def with_files(environ: Mapping[str, str], folder: Path, rank: int = 0) -> dict[str, str]:
     """Return the environment of a rank with the paths of the files that it writes."""
+    of_torch = {}
+    if "TORCHELASTIC_RUN_ID" in environ:
+        of_torch["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}.json")
     return {
         **environ,
+        **of_torch,
         env_vars.EXIT_STATUS_FILE: str(folder / EXIT_STATUS),
         env_vars.EVIDENCE: str(folder),
     }
@@ -258,6 +267,7 @@ class _Watch:
     announces: bool
     meanwhile: Callable[[], None] | None
     failing: Callable[[], None] | None
+    connections: Connections
     failed: list[Rank] = field(default_factory=list)
     signal: int | None = None
     forwarded: set[int] = field(default_factory=set)
@@ -288,6 +298,7 @@ class _Watch:
             and all(code in (-self.signal, 128 + self.signal) for code in codes),
             usage=all(rank.code == UsageError.exit_code for rank in self.ranks),
             opened=bool(failure_record.sessions(folder)),
+            connected=self.connections.possible,
             fresh=failure_record.fresh(folder),
             recorded=read_exit_status(folder / EXIT_STATUS),
         )
@@ -365,6 +376,7 @@ class _Watch:
                 self._forward(event)
             elif isinstance(event, Rank):
                 running.discard(event)
+                self.connections.look(self.ranks)
                 seconds = self._seconds_after(event)
                 if seconds and deadline is None and running:
                     deadline = time.monotonic() + seconds
@@ -407,11 +419,17 @@ class _Watch:
         return event
 
     def _next_or_call(self) -> Event:
-        """Return the next event; call `meanwhile` until then."""
+        """Return the next event; look for connections and call `meanwhile` until then."""
+        called = time.monotonic()
         while True:
+            seen = self.connections.seen
+            pause = SECONDS_BETWEEN_CALLS if seen else self.connections.pause
             with contextlib.suppress(queue.Empty):
-                return self._next(time.monotonic() + SECONDS_BETWEEN_CALLS)
-            if self.meanwhile is not None:
+                return self._next(time.monotonic() + min(pause, SECONDS_BETWEEN_CALLS))
+            self.connections.look(self.ranks)
+            now = time.monotonic()
+            if self.meanwhile is not None and now - called >= SECONDS_BETWEEN_CALLS:
+                called = now
                 self.meanwhile()
 
     def _reap(self, rank: Rank) -> None:

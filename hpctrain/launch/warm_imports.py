@@ -1,15 +1,15 @@
 """Decision whether one process imports torch for all ranks of a host; see `fork_server`."""
 
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from importlib import metadata
 
 from hpctrain.cluster import env_vars, system
-from hpctrain.launch import script_source
 from hpctrain.launch.rank_output import announce
 from hpctrain.launch.rank_processes import Imports
+from hpctrain.launch.script_source import Source
+from hpctrain.process.read_once import READ_ONCE
 
 __all__ = ["of_command", "of_function"]
 
@@ -36,6 +36,7 @@ _OF_NEW_PROCESSES = re.compile(
 
 
 def of_command(
+    source: Source,
     command: Sequence[str],
     folder: str,
     environs: Sequence[Mapping[str, str]],
@@ -46,6 +47,7 @@ def of_command(
     """Return what one process imports for the ranks of a host; None if each imports it itself.
 
     Args:
+        source: what the script of the command says.
         command: program and arguments of each rank.
         folder: its working directory.
         environs: environment of each rank of this host.
@@ -53,24 +55,19 @@ def of_command(
         announces: whether to print why each rank imports torch itself, if it does.
         alone: whether the process may serve a single rank, of one attempt after another.
     """
-    words = list(command[1:])
-    words = words[1:] if words[:1] == ["-P"] else words
-    is_script = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
     first, *others = environs
-    # Another Python than this one may have other packages.
-    if not ((others or alone) and is_script and command[0] == sys.executable and _may_fork(first)):
+    if not ((others or alone) and _may_fork(first)):
         return None
-    script = script_source.read(words, folder, first.get("PYTHONPATH", "").split(os.pathsep))
-    tops = {name.partition(".")[0] for name in script.imports}
-    if not (script.opens or _WITH_TORCH & (tops | script.imports)):
+    tops = {name.partition(".")[0] for name in source.imports}
+    if not (source.opens or _WITH_TORCH & (tops | source.imports)):
         return None
-    obstacle = _obstacle(first) or script.sets
+    obstacle = _obstacle(first) or _set_by(source)
     if obstacle:
         if announces:
             announce(f"each rank imports torch itself: {obstacle}")
         return None
-    names = [*sorted(tops & _WITHOUT_RANK), *([_SESSION] if script.opens else [])]
-    if script.opens or "torch.optim" in script.imports:
+    names = [*sorted(tops & _WITHOUT_RANK), *([_SESSION] if source.opens else [])]
+    if source.opens or "torch.optim" in source.imports:
         names.append(_OF_OPTIMIZERS)
     python = command[: 1 + (command[1] == "-P")]
     return _imports_for(python, environs, names, cores[0] if cores else None, folder)
@@ -115,4 +112,12 @@ def _obstacle(environ: Mapping[str, str]) -> str:
         return f"{name} is set"
     for plugin in metadata.entry_points(group="torch.backends"):
         return f"torch loads the backend {plugin.name}, which may not survive a fork"
+    return ""
+
+
+def _set_by(source: Source) -> str:
+    """Return where a script sets a variable that is read once; empty for nowhere."""
+    for name, place in source.variables.items():
+        if READ_ONCE.fullmatch(name):
+            return f"{place}, sets {name}"
     return ""

@@ -15,7 +15,7 @@ from processes import until
 from programs import matrix
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
-NONE_OF_THEM = "none of the 3 ranks has opened a Session or connected to the others"
+NONE_OF_THEM = "none of the 3 ranks has opened a Session, and no connection between them was seen"
 SERVERS = ["hpctrain.backends.distributed.store_process", "hpctrain.rendezvous.http_store"]
 
 
@@ -120,6 +120,11 @@ AGENT = {
     **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), "2"),
     "SLURM_NTASKS_PER_NODE": "1",
     "SLURM_TASKS_PER_NODE": "1(x2)",
+    **dict.fromkeys(("SLURM_JOBID", "SLURM_JOB_NAME", "SLURMD_NODENAME"), "kept"),
+    # They are of the agent's own task.
+    **dict.fromkeys(("SLURM_SRUN_COMM_PORT", "SLURM_CPU_BIND_TYPE", "PMI_FD", "PMIX_RANK"), "own"),
+    # srun would take the binding of the agents' step from it.
+    "HPCTRAIN_STEP": json.dumps({"SLURM_GPUS": "kept"}),
 }
 
 
@@ -159,6 +164,9 @@ def test_variables_of_other_launchers_agree_with_those_of_hpctrain(tmp_path, opt
         }
         for name, value in slurm.items():
             assert env.get(name) == (str(value) if job else None)
+        kept = ["SLURM_JOBID", "SLURM_JOB_NAME", "SLURMD_NODENAME", "SLURM_GPUS"] if job else []
+        assert sorted(name for name, value in env.items() if value == "kept") == sorted(kept)
+        assert "own" not in env.values()
         assert env.get("SLURM_CPUS_PER_TASK") == (env["OMP_NUM_THREADS"] if job else None)
         assert env["GROUP_RANK"] == env["HPCTRAIN_NODE_RANK"] == str(node)
         assert env["HOROVOD_CROSS_SIZE"] == str(2 if number != 1 and options else 1)

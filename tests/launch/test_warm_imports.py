@@ -7,7 +7,7 @@ from importlib import metadata
 import launches
 import pytest
 
-from hpctrain.launch import warm_imports
+from hpctrain.launch import script_source, warm_imports
 from hpctrain.process import read_once
 
 
@@ -20,7 +20,9 @@ def decide(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         environs = [{**env, "PATH": "/bin", "RANK": str(rank)} for rank in range(ranks)]
-        return warm_imports.of_command([sys.executable, *words], str(tmp_path), environs, cores)
+        command = [sys.executable, *words]
+        source = script_source.read(command, str(tmp_path), environs[0])
+        return warm_imports.of_command(source, command, str(tmp_path), environs, cores)
 
     return decide
 
@@ -96,7 +98,9 @@ def test_nothing_is_imported_for_ranks_that_do_not_need_it(decide, capsys, files
 def test_another_python_or_a_choice_of_the_user_leaves_the_import_to_each_rank(decide, tmp_path):
     (tmp_path / "train.py").write_text("import torch")
     environs = [{}, {}]
-    assert warm_imports.of_command(["python3.9", "train.py"], str(tmp_path), environs, None) is None
+    command = ["python3.9", "train.py"]
+    source = script_source.read(command, str(tmp_path), {})
+    assert warm_imports.of_command(source, command, str(tmp_path), environs, None) is None
     assert decide({}, HPCTRAIN_FRESH_INTERPRETERS="1") is None
 
 

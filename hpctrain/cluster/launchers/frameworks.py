@@ -31,7 +31,7 @@ class HpctrainRun(Launcher):
     name = "hpctrain"
     reason = "first: it removes the variables of other launchers, so it is the closest to the ranks"
     marks = ("HPCTRAIN_RANK", "HPCTRAIN_WORLD_SIZE")
-    # The variables of the Slurm job and its step id stay in the environment.
+    # The variables of the Slurm job stay in the environment.
     inside = frozenset({"slurm"})
     starts = (START,)
     variables = {

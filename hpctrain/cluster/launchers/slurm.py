@@ -7,6 +7,7 @@ Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 
@@ -98,6 +99,17 @@ class SlurmStep(Launcher):
         values = {
             ("SLURM_JOB_ID", "SLURM_JOBID"): start % 10**8,
             ("SLURM_JOB_NAME",): "python",
+            ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION"): "simulated",
+            ("SLURM_JOB_USER",): os.environ.get("USER", ""),
+            ("SLURM_JOB_UID",): os.getuid(),
+            ("SLURM_JOB_GID",): os.getgid(),
+            ("SLURM_SUBMIT_DIR",): os.getcwd(),
+            ("SLURM_SUBMIT_HOST",): os.uname().nodename,
+            ("SLURM_LAUNCH_NODE_IPADDR",): "127.0.0.1",
+            ("SLURM_PRIO_PROCESS",): 0,
+            ("SLURM_UMASK",): "0022",
+            ("SLURM_TOPOLOGY_ADDR",): world.hosts[here] if world.hosts else "localhost",
+            ("SLURM_TOPOLOGY_ADDR_PATTERN",): "node",
             _HOSTS: compress(world.hosts or ()),
             _NODES: world.num_nodes,
             _TASKS: world.world_size,
@@ -111,6 +123,8 @@ class SlurmStep(Launcher):
             ("SLURM_LOCALID",): world.local_rank,
             ("SLURM_NODEID",): world.node_rank,
         }
+        if len(set(tasks_per_node)) == 1:
+            values["SLURM_NTASKS_PER_NODE",] = tasks_per_node[0]
         return {name: str(value) for names, value in values.items() for name in names}
 
 

@@ -204,7 +204,7 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
         job=job.label if job else "",
         job_id=job.job_id if job else "",
         restart=job.restart_count if job else 0,
-        step=env.get("SLURM_STEP_ID", ""),
+        step=env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", ""),
         # All attempts of one launcher; it begins the next one when the last one has ended.
         launch=launch.partition("/")[0],
         host=socket.gethostname(),
