@@ -6,13 +6,18 @@ other scripts, on options on the command line, or on the configuration of the si
 
 from pathlib import Path
 
-from hpctrain.jobs.lint import about_environment, about_signals, about_steps
+from hpctrain.jobs.lint import about_environment, about_shells, about_signals, about_steps
 from hpctrain.jobs.lint.lint_finding import LintFinding
 from hpctrain.jobs.lint.linted_script import LintedScript
 
 __all__ = ["LintFinding", "lint"]
 
-_RULES = (*about_environment.RULES, *about_steps.RULES, *about_signals.RULES)
+_RULES = (
+    *about_environment.RULES,
+    *about_shells.RULES,
+    *about_steps.RULES,
+    *about_signals.RULES,
+)
 
 
 def lint(text: str, folder: Path) -> list[LintFinding]:
