@@ -17,8 +17,8 @@ _PLACEHOLDER = re.compile(
     r"[<$`/~]|\.\.\.|x{3,}|true\Z|false\Z|none\Z|your|my|change|\*{3}|here", re.IGNORECASE
 )
 _CLEARS_SLURM = re.compile(r"unset\b.*SLURM|env\s+(-i|-u\s*S(LURM|BATCH)_)|\$\{!SLURM_?[@*]")
-# Commands for which the path of the spooled script is harmless.
-_HARMLESS = "echo printf logger basename [ [[ test case trap sbatch"
+# Commands for which the path of the spooled script, or its text, is right.
+_HARMLESS = "echo printf logger basename cat cp [ [[ test case trap sbatch"
 
 
 def _form(script: LintedScript) -> Iterator[Found]:
@@ -44,7 +44,7 @@ def _environment(script: LintedScript) -> Iterator[Found]:
     if value and any(one.isdecimal() and int(one) >= gpus for one in numbers):
         reason = f"the job has {gpus} GPUs on a node, and Slurm sets CUDA_VISIBLE_DEVICES to them"
         yield value.line, "manual-gpus", reason, "leave it out"
-    if not exclusive:
+    if not script.whole_nodes:
         yield from _fixed_ports(script)
     # What a variable contains is unknown.
     for step in script.steps:
