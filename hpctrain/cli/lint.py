@@ -22,8 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Reads batch scripts for sbatch, also those not made by hpctrain, and prints "
         "their errors: file, line, rule, reason, and what to type. Exit code 1 if there is an "
-        "error. Log folders are searched for in the current folder, as sbatch does. ShellCheck "
-        "(shellcheck.net) finds what is wrong with the shell code itself."
+        "error. Log folders and Python scripts are searched for in the current folder, as sbatch "
+        "does; no script is executed. ShellCheck (shellcheck.net) finds what is wrong with the "
+        "shell code itself."
     )
     parser.add_argument(
         "scripts", nargs="+", metavar="SCRIPT", help="batch script; - reads standard input"

@@ -18,87 +18,119 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs import lint as package
 from hpctrain.jobs.lint import lint
 from hpctrain.jobs.lint.launches import Launch
-from hpctrain.jobs.lint.shell import Shell, plain
+from hpctrain.jobs.lint.shell import Shell, as_in_task, plain
 
 TOP = Path(__file__).resolve().parents[2]
 SCRIPTS = TOP / "tests" / "jobs" / "scripts"
+# The folder with the Python scripts that some of them start.
+PROGRAMS = SCRIPTS / "programs"
 # The line of the mistake in each of tests/jobs/scripts/wrong; file names begin with the rule.
 WRONG = {
-    "cpus-dropped-program": 6,
     "cpus-dropped": 7,
+    "cpus-dropped-program": 6,
+    "directive-ignored": 5,
     "directive-ignored-continued": 3,
     "directive-ignored-indented": 3,
     "directive-ignored-misspelt": 3,
     "directive-ignored-space": 3,
-    "directive-ignored": 5,
+    "directive-refused": 2,
     "directive-refused-dash": 3,
     "directive-refused-equals": 2,
     "directive-refused-quote": 3,
     "directive-refused-signal": 3,
     "directive-refused-time": 3,
-    "directive-refused": 2,
-    "directive-variable-home": 3,
     "directive-variable": 3,
+    "directive-variable-home": 3,
     "dos-line-ends": 4,
-    "export-cut-of-srun": 5,
     "export-cut": 3,
+    "export-cut-of-srun": 5,
     "export-none": 6,
+    "fixed-port": 6,
     "fixed-port-accelerate": 6,
     "fixed-port-endpoint": 6,
     "fixed-port-torchrun": 6,
-    "fixed-port": 6,
-    "gpu-isolation-bind": 6,
+    "fixed-port-variable": 9,
     "gpu-isolation": 6,
-    "manual-gpus": 5,
+    "gpu-isolation-bind": 6,
+    "gpu-isolation-closest": 8,
+    "horovod-alone": 6,
+    "hosts-apart": 6,
     "hosts-apart-address": 6,
     "hosts-apart-endpoint": 5,
+    "hosts-apart-list": 5,
     "hosts-apart-one-node": 7,
-    "hosts-apart": 6,
-    "log-folder-missing-job": 3,
+    "hosts-apart-own-address": 6,
+    "hosts-apart-own-port": 6,
+    "idle-gpus": 7,
+    "idle-gpus-srun": 7,
     "log-folder-missing": 3,
+    "log-folder-missing-job": 3,
     "log-truncated": 3,
+    "manual-gpus": 5,
+    "manual-rank": 5,
+    "manual-rank-arithmetic": 5,
+    "manual-rank-before-srun": 5,
+    "manual-rank-gpu": 6,
+    "manual-rank-local": 5,
+    "manual-rank-node": 7,
+    "manual-rank-world-size": 5,
+    "manual-rank-world-size-of-node": 7,
+    "manual-rank-world-size-product": 6,
     "memory-in-megabytes": 3,
-    "missing-cpus-torchrun": 2,
     "missing-cpus": 4,
+    "missing-cpus-torchrun": 2,
+    "missing-srun": 10,
     "missing-srun-activate": 6,
     "missing-srun-alone": 5,
+    "missing-srun-horovodrun": 6,
     "missing-srun-once": 5,
     "missing-srun-one-node": 7,
     "missing-srun-torchrun": 5,
-    "missing-srun": 10,
     "no-kill-on-bad-exit-container": 5,
     "no-shebang": 1,
     "no-time-to-save": 3,
     "no-time-to-train": 4,
     "no-wait": 5,
+    "not-exported": 5,
+    "not-exported-in-task": 5,
+    "one-after-another": 7,
+    "one-after-another-accelerate": 8,
+    "one-after-another-packed": 7,
+    "one-after-another-ssh": 7,
     "open-quote": 4,
     "option-twice": 5,
-    "manual-rank-local": 5,
-    "manual-rank-world-size": 5,
-    "manual-rank": 5,
     "rank-of-batch-shell": 6,
-    "requeue-revives-trap": 7,
+    "rank-of-batch-shell-escaped": 7,
+    "rank-of-batch-shell-file": 6,
+    "rank-of-batch-shell-here-document": 5,
     "requeue-revives": 8,
-    "sbatch-in-job": 5,
-    "run-without-exec-ignored": 6,
+    "requeue-revives-trap": 7,
     "run-without-exec": 7,
-    "script-path-source": 4,
+    "run-without-exec-ignored": 6,
+    "sbatch-in-job": 5,
     "script-path": 4,
-    "secret-in-script-key": 4,
+    "script-path-source": 4,
     "secret-in-script": 4,
-    "several-agents-run": 4,
+    "secret-in-script-key": 4,
     "several-agents": 7,
+    "several-agents-horovodrun": 6,
+    "several-agents-mpirun": 7,
+    "several-agents-run": 4,
+    "shell-function": 6,
+    "shell-function-in-task": 7,
+    "shell-function-srun": 5,
     "signal-not-to-shell": 3,
-    "signal-without-trap-other": 3,
     "signal-without-trap": 3,
+    "signal-without-trap-other": 3,
+    "tasks-and-gpus": 6,
+    "tasks-and-gpus-accelerate": 9,
     "tasks-and-gpus-nproc": 5,
     "tasks-and-gpus-run": 4,
-    "tasks-and-gpus": 6,
     "trap-lost": 6,
     "trap-waits": 7,
+    "unknown-option": 3,
     "unknown-option-ambiguous": 2,
     "unknown-option-of-srun": 3,
-    "unknown-option": 3,
 }
 
 
@@ -121,16 +153,17 @@ def test_lint_table_has_every_wrong_script():
     assert {path.stem for path in (SCRIPTS / "wrong").iterdir()} == set(WRONG)
 
 
-def test_lint_docs_have_the_number_of_mistakes_found(tmp_path):
-    missed = [*(SCRIPTS / "missed").iterdir()]
-    assert not any(lint(text_of(path), tmp_path) for path in missed)
-    number = f"finds {len(WRONG)} of {len(WRONG) + len(missed)} mistakes"
-    assert number in " ".join((TOP / "docs" / "lint.md").read_text().split())
+def test_lint_docs_have_the_number_of_mistakes_found():
+    missed, right = ([*(SCRIPTS / name).iterdir()] for name in ("missed", "right"))
+    assert not any(lint(text_of(path), PROGRAMS) for path in missed)
+    page = " ".join((TOP / "docs" / "lint.md").read_text().split())
+    assert f"finds {len(WRONG)} of {len(WRONG) + len(missed)} mistakes" in page
+    assert f"nothing in the {len(right)} right scripts" in page
 
 
 @pytest.mark.parametrize(("name", "line"), WRONG.items())
-def test_lint_finds_only_the_planted_mistake(name, line, tmp_path):
-    (finding,) = lint(text_of(SCRIPTS / "wrong" / f"{name}.sh"), tmp_path)
+def test_lint_finds_only_the_planted_mistake(name, line):
+    (finding,) = lint(text_of(SCRIPTS / "wrong" / f"{name}.sh"), PROGRAMS)
     assert finding.line == line
     assert name == finding.rule or name.startswith(f"{finding.rule}-")
     assert finding.reason
@@ -140,8 +173,8 @@ def test_lint_finds_only_the_planted_mistake(name, line, tmp_path):
 
 # test_lint_finds_nothing_in_rendered_scripts checks those of sbatch/.
 @pytest.mark.parametrize("path", sorted((SCRIPTS / "right").iterdir()), ids=lambda path: path.stem)
-def test_lint_accepts_right_scripts(path, tmp_path):
-    assert lint(text_of(path), tmp_path) == []
+def test_lint_accepts_right_scripts(path):
+    assert lint(text_of(path), PROGRAMS) == []
 
 
 def blocks_of_docs():
@@ -429,6 +462,37 @@ r $(s `t`)
     assert [found[name].line for name in "aceklnr"] == [2, 4, 4, 6, 7, 10, 11]
 
 
+def test_lint_parses_loops_prefixes_and_here_documents():
+    shell = Shell(
+        """\
+for i in 1 2; do
+    X=1 Y="a b" a $i
+    while b; do c & done
+done &
+for j in 3; do d; done
+e <<X
+$x \\$y
+X
+while f; do g; done
+"""
+    )
+    found = {one.words[0]: one for one in shell.commands}
+    assert [found[name].loop for name in "abcdefg"] == [1, 1, 1, 5, 0, 9, 9]
+    assert shell.parallel_loops == {0, 1}
+    assert (found["a"].environment, found["a"].words) == ({"X": "1", "Y": "a b"}, ["a", "$i"])
+    assert found["b"].environment == {}
+    # Only the dollar that the batch shell leaves to the task.
+    document = as_in_task(found["e"].document)
+    assert document.endswith("$y")
+    assert "$x" not in document
+
+
+def test_lint_fills_no_variable_that_its_loop_changes():
+    shell = Shell("n=0; m=1\na $n\nfor i in 1 2; do b $n $m; n=$((n + 1)); done\n")
+    found = {one.words[0]: one.words for one in shell.commands}
+    assert (found["a"], found["b"]) == (["a", "0"], ["b", "$n", "1"])
+
+
 SNIPPETS = st.sampled_from(
     [
         *("#!/bin/bash\n", "#SBATCH ", "--nodes=2", "-n", " 4", "--signal=B:USR2@60", "\n", " "),
@@ -495,6 +559,13 @@ def test_lint_reads_any_text(text):
             "f() { ",
         ),
         *("a=$a$a\n", "cat <<A\n", "#SBATCH -v", "x" * 99, "coproc a { ", "if a; then "),
+        *(
+            "cat <<A >x\n$SLURM_PROCID\nA\nsrun -n2 x\n",
+            "for i in a; do srun -n1 a --rank $i;",
+            "$((",
+        ),
+        *("MASTER_ADDR=1\n", "export RANK=$SLURM_PROCID a=1\n", "srun -n2 bash -c 'a=$b c $d'\n"),
+        "a=1\nsrun -n2 bash -c 'python $a'\n",
         *("bash -c '", 'bash -c "', "srun " * 9, "-" * 9, "a;", "srun python a.py;", "sbatch x\n"),
     ],
 )
@@ -676,7 +747,131 @@ def test_lint_reads_bytes_that_are_not_utf8(tmp_path, capsys):
         '#SBATCH -N 2 --signal=B:USR2@120\nexec hpctrain run --once -- "$@"',
         "#SBATCH -N 2 --ntasks-per-node=1 --gpus-per-node=4 -c 32\nexec hpctrain run a.py",
         "#SBATCH -N 4\nssh node2 python a.py & python a.py\nwait",
+        # Ranks of one task, of hosts that are named, or of a Horovod that gets them from MPI.
+        "#SBATCH -n 8\nsrun -n 1 mpirun -np 8 python a.py",
+        "#SBATCH -N 2\nhorovodrun -np 8 --hostfile hosts python a.py",
+        # As many as srun starts, or ranks that a task starts itself.
+        "#SBATCH -N 2 --ntasks-per-node=4\n"
+        "export WORLD_SIZE=$(expr $SLURM_NTASKS_PER_NODE \\* $SLURM_NNODES)\nsrun -K python a.py",
+        "#SBATCH -n 4 -N 1\nexport WORLD_SIZE=$SLURM_NTASKS\nsrun -K python a.py",
+        "#SBATCH -N 2 -n 2\nexport WORLD_SIZE=8\nsrun -K python a.py",
+        # In the background, for all nodes at once, or again after a failure.
+        "#SBATCH -N 2\nfor i in 0 1; do (srun -N1 -n1 -w node$i torchrun --nnodes=2 --node_rank=$i "
+        "a.py) & done\nwait",
+        "#SBATCH -N 2\nfor i in 1 2; do srun -K python a.py --seed $i; done\nwait",
+        "#SBATCH -n 4\nfor i in 1 2; do srun -n1 python a.py $i; done",
+        "#SBATCH -n 4\nrun() { srun -n1 python a.py $1; }\nfor i in 1 2; do run $i & done\nwait",
+        # Something may define the function.
+        "source ~/.bashrc\nconda activate a\npython a.py",
+        "module load miniconda\nconda activate a\npython a.py",
+        "if ml miniforge; then conda activate a; fi\npython a.py",
+        "#SBATCH -N 2\nsrun -K bash -lc 'conda activate a && python a.py'",
+        "#SBATCH -N 2\nsrun -K bash -c 'source x.sh; conda activate a; python a.py'",
+        "#SBATCH -N 2 --container-image=a\nsrun -K bash -c 'conda activate a; python a.py'",
+        "#SBATCH -N 2\nsrun -K conda run -n a python a.py",
+        # The program gets it, or does not need it.
+        "#SBATCH -N 2\nMASTER_ADDR=$(hostname)\nsrun -K python a.py --address $MASTER_ADDR",
+        "#SBATCH -N 2\nMASTER_ADDR=$(hostname)\nexport MASTER_ADDR\nsrun -K python a.py",
+        "#SBATCH -N 2\nset -a\nMASTER_ADDR=$(hostname)\nsrun -K python a.py",
+        "#SBATCH -N 2\ndeclare -x MASTER_ADDR=$(hostname)\nsrun -K python a.py",
+        "#SBATCH -N 2\nMASTER_ADDR=$(hostname)\n. ./settings.sh\nsrun -K python a.py",
+        "#SBATCH -N 2\nx=1\nsrun -K bash -c 'read x < file; python a.py $x'",
+        "#SBATCH -N 2\nLR=1\nsrun -K bash -c 'python a.py $LR'",
+        # On one host, of the first task, or for separate trainings.
+        "#SBATCH -N 1 -n 4\n"
+        "srun -K bash -c 'export RANK=$SLURM_PROCID MASTER_ADDR=$(hostname); python a.py'",
+        "#SBATCH -N 2\nsrun -K bash -c 'if x; then MASTER_ADDR=$HOSTNAME; fi; RANK=1 python a.py'",
+        "#SBATCH -N 2\nsrun -K bash -c 'MASTER_PORT=$RANDOM python a.py'",
+        "#SBATCH -N 2\n"
+        "srun -K bash -c 'torchrun --nnodes=1 --master-port=$((9000 + RANDOM)) a.py $SLURM_NODEID'",
+        '#SBATCH -N 2\nsrun -K bash -c "MASTER_ADDR=$HOSTNAME RANK=\\$SLURM_PROCID python a.py"',
+        # A rendezvous that ignores it.
+        "#SBATCH -N 2\nexport a=$SLURM_JOB_NODELIST\n"
+        "srun -K torchrun --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=$head a.py",
+        "#SBATCH -N 1\nexport MASTER_ADDR=$SLURM_JOB_NODELIST\nsrun -K python a.py",
+        '#SBATCH -N 2\nsrun -K bash -c "accelerate launch --rdzv_backend c10d --num_machines 2 '
+        '--machine_rank $SLURM_PROCID a.py"',
+        # Launchers that start their ranks on these hosts.
+        "#SBATCH -N 2\ndeepspeed --num_nodes 2 --hostfile hosts a.py",
+        "#SBATCH -N 2\npython -m scoop --hosts $(srun hostname) a.py",
+        # A number that is meant: the whole of the node, or one process with all its GPUs.
+        "#SBATCH -N 2 --gpus-per-node=4 -c 8\n"
+        "srun -K -c 8 accelerate launch --num_machines 2 --num_processes 2 a.py",
+        "#SBATCH -N 2 -n 8 --gpus-per-node=4 --cpus-per-gpu=8\n"
+        "export MASTER_PORT=29500\nsrun -K python a.py",
+        "#SBATCH --mem=0\nexport MASTER_PORT=29500\npython a.py",
+        "#SBATCH -n 4 --gpus-per-node=4 --cpus-per-gpu=8 --gpu-bind=closest\nsrun -n1 python a.py",
+        "#SBATCH -n 4 -N 1 --gpus-per-task=1 --cpus-per-gpu=8 --gres-flags=allow-task-sharing\n"
+        "srun -K python a.py",
+        "#SBATCH -N 2\n"
+        "srun -n $((SLURM_NNODES * 8)) -K -c7 --gpus-per-task=1 --gpu-bind=closest python a.py",
     ],
 )
 def test_lint_no_false_alarm(text):
     assert rules(f"#!/bin/bash\n{text}\n") == []
+
+
+def test_lint_accepts_conda_in_login_shell():
+    text = "#!/bin/bash {}\nconda activate a\npython a.py\n"
+    assert rules(text.format("-l")) == rules(text.format("--login")) == []
+    assert rules(text.format("-e")) == ["shell-function"]
+
+
+@pytest.mark.parametrize(
+    ("source", "one_gpu"),
+    [
+        ("import torch\nmodel.cuda()", True),
+        ("from torch import nn\nx = nn.Linear(1, 1).to('cuda:0')", True),
+        ("import hpctrain\nrun = hpctrain.Session()", True),
+        ("import torch, beside\nmodel.cuda()", True),
+        ("import torch\nmodel.to(torch.accelerator.current_accelerator())", True),
+        ("import torch", False),
+        ("import torch\nmodel = torch.nn.DataParallel(model).cuda()", False),
+        ("import torch\nmodel = load(x, device_map='auto').cuda()", False),
+        ("import torch\nfor i in range(4): model.to(f'cuda:{i}')", False),
+        ("import torch\nmodel.cuda(); other.cuda(1)", False),
+        ("import torch\nmodel.cuda(); other.to(torch.device('cuda', 1))", False),
+        ("import torch, os\nmodel.cuda()\nos.fork()", False),
+        ("import torch, hpctrain\nhpctrain.spawn(main)", False),
+        ("import torch, lightning\nmodel.cuda()", False),
+        ("import torch, subprocess\nmodel.cuda()", False),
+        ("import torch\nfrom .model import Net\nNet().cuda()", False),
+        ("import torch, several\nmodel.cuda()", False),
+        ("import torch\nmodel.cuda() +", False),
+    ],
+)
+def test_lint_finds_idle_gpus_only_if_the_program_shows_one(source, one_gpu, tmp_path):
+    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "beside.py").write_text("import numpy, beside")
+    (tmp_path / "several.py").write_text("from torch.nn.parallel import DistributedDataParallel")
+    head = "#!/bin/bash\n#SBATCH -n 1 -c 8 --gpus=4\n"
+    assert rules(f"{head}python -u a.py --epochs 3\n", tmp_path) == ["idle-gpus"] * one_gpu
+    # In another folder, beside another program, or with a choice of GPUs nothing is certain.
+    for body in (
+        "cd x\npython a.py",
+        "python a.py\nsrun ./b",
+        "CUDA_VISIBLE_DEVICES=1 python a.py",
+    ):
+        assert "idle-gpus" not in rules(f"{head}{body}\n", tmp_path)
+
+
+def test_lint_names_hpctrain_run_for_idle_gpus_of_a_session(tmp_path):
+    (tmp_path / "a.py").write_text("import hpctrain\nhpctrain.Session()\n")
+    text = "#!/bin/bash\n#SBATCH -n 1 -c 8 --gpus=4\npython a.py\n"
+    (finding,) = lint(text, tmp_path)
+    assert finding.fixes[0].startswith("type hpctrain run a.py")
+
+
+def test_lint_accepts_horovod_that_gets_its_rank_from_mpi(tmp_path):
+    (tmp_path / "a.py").write_text("import horovod.torch as hvd\n")
+    head = "#!/bin/bash\n#SBATCH -n 4\n"
+    assert rules(f"{head}srun -K python a.py\n", tmp_path) == ["horovod-alone"]
+    for line in (
+        "srun -K -n 1 python a.py",
+        "srun -K --mpi=pmix python a.py",
+        "module load horovod\nsrun -K python a.py",
+        "export SLURM_MPI_TYPE=pmix\nsrun -K python a.py",
+        "srun -K hpctrain run a.py",
+        "mpirun python a.py",
+    ):
+        assert rules(f"{head}{line}\n", tmp_path) == []

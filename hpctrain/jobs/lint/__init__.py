@@ -1,18 +1,31 @@
 """Check of a batch script for errors, before it is submitted to Slurm.
 
 `lint` accepts any sbatch script. A rule reports only what is certain. It ignores what depends on
-other scripts, on options on the command line, or on the configuration of the site.
+other batch scripts, on options on the command line, or on the configuration of the site. The Python
+scripts that a job starts are read, if they are there.
 """
 
 from pathlib import Path
 
-from hpctrain.jobs.lint import about_environment, about_signals, about_steps
+from hpctrain.jobs.lint import (
+    about_environment,
+    about_programs,
+    about_shells,
+    about_signals,
+    about_steps,
+)
 from hpctrain.jobs.lint.lint_finding import LintFinding
 from hpctrain.jobs.lint.linted_script import LintedScript
 
 __all__ = ["LintFinding", "lint"]
 
-_RULES = (*about_environment.RULES, *about_steps.RULES, *about_signals.RULES)
+_RULES = (
+    *about_environment.RULES,
+    *about_programs.RULES,
+    *about_shells.RULES,
+    *about_steps.RULES,
+    *about_signals.RULES,
+)
 
 
 def lint(text: str, folder: Path) -> list[LintFinding]:

@@ -5,14 +5,11 @@ from collections.abc import Iterator
 
 from hpctrain.jobs.lint.directives import cut_export
 from hpctrain.jobs.lint.lint_finding import Found, shown
-from hpctrain.jobs.lint.linted_script import OF_A_TASK, LintedScript
+from hpctrain.jobs.lint.linted_script import LintedScript
 from hpctrain.jobs.lint.shell import plain
 
 __all__ = ["RULES"]
 
-# Variables that differ from task to task, each with that of Slurm.
-_RANKS = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}
-_RANKS |= dict.fromkeys(("NODE_RANK", "GROUP_RANK"), "SLURM_NODEID")
 _OWN_PATH = re.compile(r"(?!.*SLURM_SUBMIT_DIR).*\$\{?[!#]?(0|BASH_SOURCE)\b", re.DOTALL)
 _PORT = re.compile(r" --((?:master.|main.process.)port|rdzv.endpoint)[= ](\S*:|)([1-9]\d*)(?!\S)")
 _SECRET = re.compile(r"\w*(PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|ACCESS_KEY)\Z")
@@ -20,8 +17,8 @@ _PLACEHOLDER = re.compile(
     r"[<$`/~]|\.\.\.|x{3,}|true\Z|false\Z|none\Z|your|my|change|\*{3}|here", re.IGNORECASE
 )
 _CLEARS_SLURM = re.compile(r"unset\b.*SLURM|env\s+(-i|-u\s*S(LURM|BATCH)_)|\$\{!SLURM_?[@*]")
-# Commands for which the path of the spooled script is harmless.
-_HARMLESS = "echo printf logger basename [ [[ test case trap sbatch"
+# Commands for which the path of the spooled script, or its text, is right.
+_HARMLESS = "echo printf logger basename cat cp [ [[ test case trap sbatch"
 
 
 def _form(script: LintedScript) -> Iterator[Found]:
@@ -38,34 +35,6 @@ def _form(script: LintedScript) -> Iterator[Found]:
         yield before.count("\n") + 1, "dos-line-ends", reason, "sed -i 's/\\r$//' SCRIPT"
 
 
-def _ranks(script: LintedScript) -> Iterator[Found]:
-    """Yield rank variables with one value for all tasks.
-
-    Source: srun(1), OUTPUT ENVIRONMENT VARIABLES; bash(1), EXPANSION.
-    """
-    steps = [one for one in script.steps if (script.tasks_of(one.options)[0] or 0) > 1]
-    # torchrun gives its ranks variables of their own.
-    alone = any(one.kind == "python" for one in steps)
-    for name, variable in _RANKS.items() if any(one.trains for one in steps) else ():
-        value = script.shell.exported(name) if alone or variable == "SLURM_NODEID" else None
-        if value and (value.value.isdigit() or OF_A_TASK.search(value.value)):
-            reason = f"{name} is set once, in the batch shell, so all tasks have the same"
-            program = "python" if alone else "torchrun"
-            fix = f"type srun bash -c '{name}=${variable} {program} …'"
-            yield value.line, "manual-rank", reason, fix, "leave it out"
-    size = script.shell.exported("WORLD_SIZE") if alone else None
-    sizes = {script.tasks_of(one.options)[0] for one in steps}
-    if size and size.value.isdecimal() and int(size.value) not in sizes:
-        reason = f"WORLD_SIZE is {shown(size.value)}, and srun starts another number of tasks"
-        yield size.line, "manual-rank", reason, 'export WORLD_SIZE="$SLURM_NTASKS"'
-    for step in steps:
-        match = OF_A_TASK.search(" ".join(step.argv)) if step.by else None
-        if match:
-            reason = f"${match[1]} is replaced here, in the batch shell, by 0 for all tasks"
-            fix = f"let each task replace it: srun bash -c '… ${match[1]} …' in single quotes"
-            yield step.line, "rank-of-batch-shell", reason, fix
-
-
 def _environment(script: LintedScript) -> Iterator[Found]:
     """Yield variables that hide GPUs, collide with other jobs, or do not reach the tasks."""
     exclusive, gpus = "exclusive" in script.options, script.gpus_per_node
@@ -75,7 +44,7 @@ def _environment(script: LintedScript) -> Iterator[Found]:
     if value and any(one.isdecimal() and int(one) >= gpus for one in numbers):
         reason = f"the job has {gpus} GPUs on a node, and Slurm sets CUDA_VISIBLE_DEVICES to them"
         yield value.line, "manual-gpus", reason, "leave it out"
-    if not exclusive:
+    if not script.whole_nodes:
         yield from _fixed_ports(script)
     # What a variable contains is unknown.
     for step in script.steps:
@@ -143,4 +112,4 @@ def _shell(script: LintedScript) -> Iterator[Found]:
 
 
 #: Functions that yield what is wrong with a script.
-RULES = (_environment, _form, _ranks, _shell)
+RULES = (_environment, _form, _shell)

@@ -140,7 +140,8 @@ class Directives:
         text = f"--{name}={shown(value)}"
         old = self.parts[-1].get(name, option)
         self.parts[-1][name] = option
-        if old.value != value:
+        # Each --mail-type adds to those before: arg_set_mail_type in slurm_opt.c.
+        if old.value != value and name != "mail-type":
             both = f"{shown(old.value)} in line {old.line} and {shown(value)} here"
             reason = f"--{name} is {both}; Slurm uses the last one without a warning"
             self._report("option-twice", reason, f"keep one of lines {old.line} and {option.line}")

@@ -2,12 +2,14 @@
 
 import os
 import re
+from functools import cached_property
+from typing import NamedTuple
 
 from hpctrain.jobs.lint.lint_finding import shown
 from hpctrain.jobs.lint.sbatch_options import ALIASES, SHORT, VALUED
-from hpctrain.jobs.lint.shell import Command, plain
+from hpctrain.jobs.lint.shell import Command, Shell, as_in_task, plain
 
-__all__ = ["Launch"]
+__all__ = ["Agent", "Launch"]
 
 # srun(1), OPTIONS: those without a value that scripts have before a program.
 _SRUN_FLAGS = """
@@ -34,12 +36,39 @@ _PROGRAMS = {
         "run": rf"(?:hpctrain|(?:{_PYTHON}|\$\S+) -m hpctrain) run",
         "python": rf"{_PYTHON} (?:-m (?!(?:pip|venv|compileall|site|zipfile|json|hpctrain)\b)\S+|"
         r"[^-\s]\S*)",
+        "mpi": r"mpirun|mpiexec(?:\.hydra)?|horovodrun|orterun|prterun",
         "small": r"python[\d.]*|hostname|echo|printf|mkdir|cp|mv|rm|ls|cat|touch|date|true|false|"
         r"sleep|printenv|id|pwd|tar|rsync|nvidia-smi|rocm-smi|sbcast|scontrol|free|uname|df|test|"
         r"ln|chmod|find|unzip|taskset|ulimit",
         "unknown": r"[$`]\S*|(?:bash|sh)(?: -(?!\w*c\b)\S*)* [^-]\S*|\Z",
     }.items()
 }
+_AGENT = re.compile(
+    r"(?P<name>(?:python\S* (?:-\S+ )*-m )?[\w/.$-]*"
+    r"(?:torchrun|torch.distributed.(?:run|launch)|accelerate(?: |\.commands\.)launch))"
+    r"(?P<options>.*?)(?P<program> (?:-m \S+|\S+\.py\b).*)",
+    re.DOTALL,
+)
+_OPTION = re.compile(r" --?([\w-]+)(?:(?:=| (?!-))(\S+))?")
+_SHELLS = ("bash", "sh", "dash", "zsh")
+
+
+class Agent(NamedTuple):
+    """The parts of a command of torchrun or accelerate.
+
+    Attributes:
+        name: name of the launcher, with `python -m` if it has that.
+        text: options of the launcher.
+        options: the same by name, with hyphens in the place of underscores.
+        whole: whether these are all its options, and none is in a variable.
+        program: program with its arguments.
+    """
+
+    name: str
+    text: str
+    options: dict[str, str]
+    whole: bool
+    program: str
 
 
 class Launch:
@@ -52,10 +81,11 @@ class Launch:
         text: text of the command, for messages.
         by: name of the launcher, such as srun; empty if the shell itself starts the program.
         options: options of srun, by long name.
-        program: the program with its arguments, as one text.
+        words: the program with its arguments.
+        program: the same as one text.
         kind: "agent" for launchers such as torchrun, "run" for `hpctrain run`, "python" for a
-            Python program, "small" for one that needs little CPU time, "unknown" for a program in
-            a variable or a script, or "other".
+            Python program, "mpi" for mpirun and the like in srun, "small" for one that needs little
+            CPU time, "unknown" for a program in a variable or a script, or "other".
         trains: whether it starts a Python program, directly or with a launcher such as torchrun.
         supervised: whether `hpctrain run` starts it, and waits for it in the batch shell.
         replaces_shell: whether `exec` puts the program in the place of the batch shell.
@@ -78,9 +108,67 @@ class Launch:
         elif name in _ELSEWHERE.split():
             self.by, program = name, argv[1:]
         self.argv, self.text = argv, shown(plain(" ".join(argv)))
-        self.program = " ".join(program)
+        self.words, self.program = program, " ".join(program)
         self.kind = _kind(plain(" ".join(_unwrapped(program))))
         self.trains = self.kind in ("python", "agent", "run")
+
+    @cached_property
+    def agent(self) -> Agent | None:
+        """The parts of a command of torchrun or accelerate; None if it is none."""
+        match = _AGENT.search(self.program) if self.kind == "agent" else None
+        if not match:
+            return None
+        name, text, program = match.group("name", "options", "program")
+        options = {key.replace("_", "-"): value for key, value in _OPTION.findall(text)}
+        return Agent(name, text, options, "$" not in _OPTION.sub("", text), program)
+
+    @property
+    def chosen_nodes(self) -> bool:
+        """Whether srun's options name nodes of the job."""
+        return bool({"nodelist", "relative"} & self.options.keys())
+
+    @property
+    def chosen(self) -> bool:
+        """Whether it is for some of the nodes, or may not be executed."""
+        return self.chosen_nodes or self.command.conditional
+
+    @property
+    def in_shell(self) -> bool:
+        """Whether the program is a shell, so that the rest is for this shell."""
+        return bool(self.words) and os.path.basename(self.words[0]) in _SHELLS
+
+    @property
+    def around(self) -> bool:
+        """Whether the program is a shell, a container or the like, which starts another one."""
+        return bool(self.words) and os.path.basename(self.words[0]) in _AROUND
+
+    @property
+    def python_file(self) -> str:
+        """The Python script that it starts; empty for a module, or if there is none."""
+        return next((word for word in self.words if word.endswith(".py")), "")
+
+    @cached_property
+    def text_in_task(self) -> str:
+        """The text after `bash -c`, with only the dollars that its shell expands; or empty."""
+        return "".join(map(as_in_task, self._of_shell[-1:]))
+
+    @cached_property
+    def inside(self) -> Shell:
+        """The commands of that text."""
+        return Shell(self.text_in_task)
+
+    @property
+    def reads_profile(self) -> bool:
+        """Whether that shell is one of a login, or an interactive one."""
+        return any(re.match(r"-[a-z]*[li]|--login", word) for word in self._of_shell[:-1])
+
+    @cached_property
+    def _of_shell(self) -> list[str]:
+        """The words after `bash`, up to the commands after `-c`; empty without these."""
+        names = [os.path.basename(word) for word in self.words]
+        rest = next((self.words[names.index(one) + 1 :] for one in _SHELLS if one in names), [])
+        ends = [end for end, word in enumerate(rest[:-1]) if re.fullmatch("-[a-z]*c", word)]
+        return rest[: ends[0] + 2] if ends and rest[0].startswith("-") else []
 
     @property
     def sources_with_arguments(self) -> bool:
