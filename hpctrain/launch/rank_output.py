@@ -12,12 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, TextIO
+from typing import IO, Protocol, TextIO
 
 from hpctrain.process.logging import abandon
-
-if TYPE_CHECKING:
-    from hpctrain.launch.rank_processes import Rank
 
 __all__ = ["TRACEBACK", "Output", "Tail", "announce"]
 
@@ -230,6 +227,15 @@ def _continues(traceback: list[bytes], line: bytes) -> bool:
     return traceback[-1].startswith((b" ", *_BEGINS))
 
 
+class Streams(Protocol):
+    """The output streams of a rank; the attributes are those of `rank_processes.Rank`."""
+
+    number: int
+    stdout: IO[bytes] | None
+    stderr: IO[bytes]
+    tail: Tail
+
+
 class Output:
     """Thread that forwards the output of ranks until all their streams have ended.
 
@@ -243,7 +249,7 @@ class Output:
 
     def __init__(
         self,
-        ranks: Iterable["Rank"],
+        ranks: Iterable[Streams],
         labelled: bool,
         done: Callable[[], None],
         shows: Callable[[str], bool],
