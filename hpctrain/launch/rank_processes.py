@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -20,7 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from hpctrain.cluster import env_vars, memory, system
 from hpctrain.errors import StartError, UsageError
-from hpctrain.launch import fork_server
+from hpctrain.launch import fork_server, missing_module
 from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.launch.stores import Stores
 from hpctrain.process.failure_record import Failure
@@ -35,8 +34,6 @@ __all__ = [
 ]
 
 _SECONDS_TO_END = 10.0  # it ends the ranks meanwhile
-
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +117,7 @@ class Rank:
         output = self.tail.text()
         if brief and only and TRACEBACK in output:
             last = output.splitlines()[-1]
-            return f"{how}: {last}{self._how_to_install(last)}"
+            return f"{how}: {last}{missing_module.advice(last, self.command)}"
         lines = "".join(f"\n  {line}" for line in output.splitlines())
         if not output:
             return f"{how}, without output on standard error"
@@ -133,18 +130,6 @@ class Rank:
         most = memory.limit()
         limit = "" if most is None else f" (limit there: {most / 2**30:.1f} GiB)"
         return f", after the kernel had killed a process on its host for lack of memory{limit}"
-
-    def _how_to_install(self, error: str) -> str:
-        """Return what to type after the error of a missing package; empty for other errors."""
-        missing = _MISSING.search(error)
-        if missing is None:
-            return ""
-        program = self.command[0]
-        python = program if "python" in os.path.basename(program) else "python"
-        return (
-            f"\n  fix:      activate the environment with {missing[1]} before hpctrain run"
-            f"\n  or:       {python} -m pip install {missing[1]}"
-        )
 
 
 def no_program(name: str, error: OSError, environ: Mapping[str, str]) -> UsageError:
