@@ -32,7 +32,7 @@ _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
 _REQUEST = (
     re.compile(r" ReqNodeList=(?P<nodelist>\S+) ExcNodeList=(?P<exclude>\S+) NodeList="),
     re.compile(r" NumCPUs=\S+ (?:NumTasks=\S+ )?CPUs/Task=(?P<cpus>\S+) ReqB:S:C:T="),
-    re.compile(r" MinCPUsNode=\S+ MinMemory\w+=(?P<memory>\S+) MinTmpDisk"),
+    re.compile(r" MinCPUsNode=\S+ MinMemoryNode=(?P<memory>\S+) MinTmpDisk"),
     re.compile(r" MinTmpDiskNode=\S+ Features=(?P<constraint>\S+)"),
 )
 _STATE_AND_RESTARTS = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
@@ -69,7 +69,7 @@ class Request:
     Attributes:
         nodelist, exclude: nodes that it requires, and those that it does not use, as host lists.
         cpus: CPUs for each task.
-        memory: memory of each node or CPU.
+        memory: memory of each node.
         constraint: features that its nodes must have.
     """
 
