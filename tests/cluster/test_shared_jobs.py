@@ -133,18 +133,21 @@ def test_wait_does_not_end_by_an_answer_from_before_the_submission(fake, monkeyp
     assert set(watched.look()) == {"71"}
 
 
-def test_two_processes_at_once_make_one_query(fake):
-    squeue = fake.folder / "squeue"
-    squeue.rename(fake.folder / "real")
+def test_processes_at_once_make_one_query(fake):
+    (fake.folder / "squeue").rename(fake.folder / "real")
     fake.command("squeue", more=f'sleep 0.3; exec "{fake.folder}/real" "$@"')
     code = (
         "import os; from hpctrain.cluster.slurm.shared_jobs import SharedJobs\n"
-        "print(SharedJobs(os.environ).look().jobs[0].label)"
+        "print(SharedJobs(os.environ).look().jobs[0].label, flush=True); input()"
     )
     env = {**fake.env, "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdin=pipe, stdout=pipe)
         for _ in range(3)
     ]
-    assert [process.communicate()[0] for process in processes] == [b"70\n"] * 3
+    # Each lives until all have an answer, as that of a process that has ended does not count.
+    assert [process.stdout.readline() for process in processes] == [b"70\n"] * 3
+    for process in processes:
+        process.communicate(b"\n")
     assert fake.calls.read_text().count("squeue") == 1
