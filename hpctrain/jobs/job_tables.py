@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable, shortened
+from hpctrain.errors import UsageError
 from hpctrain.jobs.failures import in_words
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.pending import since
@@ -23,6 +24,7 @@ HEADS = (
 #: Columns of numbers.
 RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
 _LONGEST_NAME = 32
+_REFUSED = UsageError.exit_code
 _LONGEST_REASON = 500
 
 
@@ -83,7 +85,9 @@ def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
         lines += [("changed:", text)] if (text := since_previous(status.run_dir)) else []
     if status.log is not None and os.path.exists(status.log):
         lines.append(("log:", place(status.log)))
-    ended = (status.failed or status.stopped) and not status.owner
+    # A job that was refused there would be refused again.
+    refused = status.queued is not None and status.owner and status.queued.code == _REFUSED
+    ended = (status.failed or status.stopped) and not refused
     if ended and status.run_dir is not None and _has_checkpoints(status.run_dir):
         again = f"--run-dir {shlex.quote(place(status.run_dir))} -- … --resume"
         ways = [f"hpctrain submit … {again} (with other code or options)"]

@@ -423,6 +423,9 @@ def test_job_refused_in_the_run_directory_of_another_one_does_not_show_its_figur
     assert "40" not in row.split()
     assert row.endswith("runs/shared, which has the run of job 70; exit code 2")
     assert block[-3:] == ["job 71", f"  cause:    {refused}", "  log:      runs/train-71.log"]
+    # One that has failed before its Session can go on there.
+    fake.jobs(job("71", State="FAILED", exit_code=str(1 << 8), **own))
+    assert "  continue: hpctrain requeue 71\n" in run_status(capsys, "71").out
     # While it waits, the run that it will continue is its own.
     fake.jobs(job("71", State="PENDING", NodeList="", **own))
     assert "0.25" in run_status(capsys, "71").out
