@@ -75,6 +75,16 @@ class _Parser(argparse.ArgumentParser):
         meant = option_meant(message, options)
         super().error(f"{message}; did you mean {meant}?" if meant else message)
 
+    def command_of(self, words: Sequence[str]) -> "_Parser":
+        """Return the parser of the command that a command line names, such as of `bench step`."""
+        parser = self
+        for word in words:
+            for action in parser._actions:
+                if isinstance(action.choices, dict) and word in action.choices:
+                    parser = action.choices[word]
+                    break
+        return parser
+
     def all_actions(self) -> Iterator[argparse.Action]:
         """Yield the arguments of this parser and of its commands."""
         for action in self._actions:
@@ -119,7 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         # To import all, or to make all parsers, takes longer than most commands.
-        parsed = parser_of(given[:1]).parse_args(given)
+        parser = parser_of(given[:1])
+        parsed, unknown = parser.parse_known_args(given)
+        if unknown:
+            parser.command_of(given).error(f"unrecognized arguments: {' '.join(unknown)}")
         code = int(parsed.command(parsed))
         sys.stdout.flush()
         return code

@@ -38,7 +38,9 @@ def _main(arguments: argparse.Namespace) -> int:
 def _cancel(named: lookup.Named) -> None:
     active_jobs = [job for job in named.jobs if job.active]
     if not active_jobs:
-        state = printable(named.jobs[0].state).lower()
+        from hpctrain.jobs.failures import in_words
+
+        state = in_words(named.jobs[0].state, named.jobs[0].code)
         put(f"job {named.label} has ended already: {state}\n")
         return
     runs = [run_progress.run_of(job, os.environ) for job in active_jobs]

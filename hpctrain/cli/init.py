@@ -116,8 +116,9 @@ def _gpus(partition: slurm.Partition) -> int:
 
 def _partition(partitions: list[slurm.Partition], nodes: int, gpus: int) -> str:
     """Return the first partition with these hosts, the default one before the others; or empty."""
-    for one in sorted(partitions, key=lambda one: not one.default):
-        if _gpus(one) >= gpus and (not one.nodes.isdecimal() or int(one.nodes) >= nodes):
+    fitting = [one for one in partitions if _gpus(one) >= gpus]
+    for one in sorted(fitting, key=lambda one: not one.default):
+        if sum(other.nodes for other in fitting if other.name == one.name) >= nodes:
             return one.name
     return ""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.values import EXTRA_OPTIONS
 
 __all__ = ["EXAMPLE", "add_job_options", "no_command", "option", "spec_from"]
 
@@ -34,10 +35,6 @@ _OF_SBATCH = {
     "account": ("-A",), "qos": ("-q",), "constraint": ("-C",), "exclude": ("-x",),
     "dependency": ("-d",), "array": ("-a",),
 }  # fmt: skip
-# Options of sbatch that need no --extra before them.
-_EXTRA = (
-    "begin", "comment", "gres", "licenses", "mail-type", "mail-user", "nodelist", "reservation"
-)  # fmt: skip
 # First field of each group of options.
 _GROUPS = {
     "about": "what runs",
@@ -104,7 +101,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(_GROUPS[field.name])
         if field.name != "command":
             _add(group, field)
-    for name in _EXTRA:
+    for name in EXTRA_OPTIONS:
         pair = functools.partial("{}={}".format, name)
         parser.add_argument(
             f"--{name}", dest="extra", action="append", type=pair, default=argparse.SUPPRESS,

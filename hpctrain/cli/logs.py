@@ -12,6 +12,7 @@ from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError, exit_codes
 from hpctrain.jobs import job_status, job_tables
+from hpctrain.jobs.failures import in_words
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.waiting import Log, Stream, wait, worst
 from hpctrain.rundir import RunDirectory
@@ -134,7 +135,7 @@ def _follow(job: slurm.QueuedJob, out: Stream) -> int:
         note(f"job {job.label} continues")
         return INTERRUPTED
     code = worst(outcomes)
-    note(f"job {job.label} has ended: {outcomes[0].state.lower()}, exit code {code}")
+    note(f"job {job.label} has ended: {in_words(outcomes[0].state, code)}, exit code {code}")
     return code
 
 

@@ -6,8 +6,11 @@ import os
 import sys
 
 from hpctrain.cli.argument_types import RUN
+from hpctrain.cli.terminal import note
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import exit_codes
 from hpctrain.jobs import lookup
+from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
 
@@ -16,7 +19,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
         "Writes one HTML page with the curves, times, launches and options of a run, or "
-        "of several runs side by side. The page needs no other file and no network."
+        "of several runs side by side. Other files and folders among the names are skipped. The "
+        "page needs no other file and no network."
     )
     parser.add_argument("runs", nargs="+", **RUN)
     parser.add_argument(
@@ -31,7 +35,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the other commands do not need the plotting modules.
     report = importlib.import_module("hpctrain.monitoring.report")
-    runs = [str(lookup.run_directory(name, os.environ)) for name in arguments.runs]
-    page = report.write(runs, arguments.output)
+    paths = [path for name in arguments.runs for path in lookup.run_directories(name, os.environ)]
+    # Of runs/NAME-*, the shell also gives the logs, and folders of jobs that have not started.
+    others = [path for path in paths if path.exists() and not RunDirectory(path).runs()]
+    if len(others) < len(paths):
+        for path in others:
+            note(f"{printable(path)} is skipped: it has no run")
+        paths = [path for path in paths if path not in others]
+    page = report.write(list(map(str, paths)), arguments.output)
     sys.stdout.write(f"{page}: open it in a browser\n")
     return exit_codes.DONE

@@ -6,7 +6,6 @@ import os
 from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
-from hpctrain.cluster.texts import printable
 from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.jobs import lookup
 from hpctrain.jobs.slurm_reasons import explained
@@ -50,7 +49,9 @@ def _chosen(named: lookup.Named) -> list[slurm.QueuedJob]:
 
 
 def _requeue(job: slurm.QueuedJob) -> None:
-    state = printable(job.state).lower()
+    from hpctrain.jobs.failures import in_words
+
+    state = in_words(job.state, job.code)
     try:
         slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:

@@ -93,7 +93,9 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
     """Write the script to standard output, and everything else to standard error."""
     from hpctrain.jobs import job_checks, job_environment, job_paths, submission
 
-    notes = job_checks.check(spec, os.environ)
+    notes = [
+        *job_checks.check(spec, os.environ), *submission.size_notes(spec, os.environ)
+    ]  # fmt: skip
     sys.stdout.buffer.write(submission.text(spec).encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     for name in site.defaults(described, os.environ):
@@ -117,6 +119,7 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
 def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
     """Wait until the job has ended, and return its exit code."""
     from hpctrain.jobs import waiting
+    from hpctrain.jobs.failures import in_words
 
     log = waiting.Log(log_size, sys.stderr.buffer) if follow and not spec.indices else None
     try:
@@ -126,7 +129,7 @@ def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
         _print_next(spec, job)
         return INTERRUPTED
     code = waiting.worst(outcomes)
-    states = ", ".join(sorted({outcome.state.lower() for outcome in outcomes}))
+    states = ", ".join(sorted({in_words(one.state, one.exit_code) for one in outcomes}))
     if spec.indices:
         _print_table(spec, outcomes)
     note(f"job {job} has ended: {states}, exit code {code}")
@@ -153,11 +156,12 @@ def _print_table(spec: JobSpec, outcomes: "list[JobOutcome]") -> None:
 def _print_failures(job: str, outcomes: "list[JobOutcome]") -> None:
     """Print why the tasks have failed, where their logs are, and how to continue."""
     from hpctrain.jobs import job_status, job_tables
+    from hpctrain.jobs.failures import in_words
 
     failed = [(one, one.job) for one in outcomes if one.exit_code and one.job]
     for outcome, record in failed[:_MOST_FAILURES]:
         if outcome.label != job:
-            note(f"job {outcome.label}: {outcome.state.lower()}")
+            note(f"job {outcome.label}: {in_words(outcome.state, outcome.exit_code)}")
         sys.stderr.write(job_tables.details(job_status.of_queued(record, os.environ)))
     if len(failed) > _MOST_FAILURES:
         note(f"and {len(failed) - _MOST_FAILURES} more")

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster import slurm
+from hpctrain.cluster.slurm.shared_jobs import SharedJobs
 from hpctrain.errors import UsageError, exit_codes
 from hpctrain.jobs import job_status, job_tables
 from hpctrain.jobs.job_status import JobStatus
@@ -34,7 +35,8 @@ _COLOURS = {
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command."""
     parser.description = (
-        "Shows the jobs and runs of `hpctrain status`, the newest first, each with a bar, the time "
+        "Shows the jobs and runs of `hpctrain status`: those that run, those that wait, and the "
+        "others, the newest of each first. Each run has a bar, the time "
         "to its end (ETA) and the part that is done. Refreshes every five seconds. Ctrl-C quits."
     )
     parser.set_defaults(command=_main)
@@ -52,29 +54,36 @@ def _main(arguments: argparse.Namespace) -> int:
     # They may be ignored here: by nohup, cron and some CI.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    console = Console()
+    console, shared, scripts = Console(), SharedJobs(os.environ), dict[str, str]()
     try:
         with Live("asking Slurm …", console=console, screen=True, auto_refresh=False) as live:
             while True:
-                statuses, note = _query()
+                statuses, note = _query(shared, scripts)
                 live.update(_picture(statuses, note, console.width), refresh=True)
                 time.sleep(_SECONDS_BETWEEN_QUERIES)
     except KeyboardInterrupt:
         return exit_codes.DONE
 
 
-def _query() -> tuple[list[JobStatus], str]:
-    """Return the jobs and then the other runs, the newest first, and a note for the user."""
+def _query(shared: SharedJobs, scripts: dict[str, str]) -> tuple[list[JobStatus], str]:
+    """Return the jobs and then the other runs, in the order of the screen; a note for the user."""
     note, jobs = "", None
     try:
-        jobs = slurm.jobs(os.environ, uid=os.getuid())
+        jobs = shared.look().jobs
     except slurm.NoAnswerError as error:
         note = f"Slurm does not answer: {error}"
-    statuses, older = job_status.listed(jobs, os.environ)
+    statuses, older = job_status.listed(jobs, os.environ, scripts)
     if older:
         note = note or f"{older} older run{'s' * (older > 1)} below ./runs"
-    statuses.sort(key=lambda status: status.queued is not None)
-    return statuses[::-1], note
+    statuses.reverse()
+    return sorted(statuses, key=_place), note
+
+
+def _place(status: JobStatus) -> int:
+    """Return the group of a job or run on the screen: running, waiting, ended, without a job."""
+    if status.queued is None:
+        return 3
+    return 2 if not status.queued.active else int(status.queued.state == "PENDING")
 
 
 def _picture(statuses: list[JobStatus], note: str, width: int) -> "RenderableType":

@@ -6,13 +6,16 @@ import shlex
 import shutil
 from collections.abc import Mapping
 
+from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import job_paths
+from hpctrain.jobs import job_paths, units
 from hpctrain.jobs.script import is_python
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["check"]
 
+# Seconds from the start of a job to its stop signal, in which it may get its first checkpoint.
+_LEAST_SECONDS = 60
 # A line of bash after which paths mean other files.
 _CD = re.compile(r"\b(cd|pushd)\b")
 # Arguments that only a shell interprets.
@@ -43,7 +46,21 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
         notes += _check_command(spec, env)
     _check_options(spec)
     _check_folders(spec, env)
-    return notes
+    return [*notes, *_check_time(spec)]
+
+
+def _check_time(spec: JobSpec) -> list[str]:
+    """Return a note if the stop signal may come before a job has trained."""
+    if not (spec.time and spec.requeue and spec.signal_seconds):
+        return []
+    left = units.seconds(spec.time) - spec.signal_seconds - slurm.SIGNAL_EARLY
+    if left >= _LEAST_SECONDS:
+        return []
+    return [
+        f"time = {spec.time} leaves {max(left, 0)} s to start and train: the stop signal comes "
+        f"{spec.signal_seconds} s before the end, or up to {slurm.SIGNAL_EARLY} s earlier; "
+        "a longer --time, such as 10m, helps"
+    ]
 
 
 def _check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:

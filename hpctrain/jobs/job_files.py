@@ -7,6 +7,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.spec import complaint, unknown
+from hpctrain.jobs.values import canonical
 
 __all__ = ["merged", "read"]
 
@@ -18,13 +19,18 @@ def read(path: Path) -> dict[str, Any]:
     """Return the values of a JOB.toml by the names of JobSpec; they are not checked yet.
 
     Raises:
-        UsageError: the file cannot be read, is not TOML, or has names that JobSpec does not have.
+        UsageError: the file cannot be read, is not TOML, or has names that JobSpec does not have,
+            and that are not sbatch's names of its fields.
     """
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError("HT802.cannot-read-job", path=path, error=error) from None
+    try:
+        values = canonical(values)
+    except ValueError as error:
+        raise complaint([(", ".join(values), str(error))], str(path)) from None
     if problems := unknown(list(values)):
         raise complaint(problems, str(path))
     return values

@@ -11,7 +11,7 @@ from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
 from hpctrain.jobs import failures, log_names, lookup
-from hpctrain.jobs.run_progress import Progress, label_of, progress, run_of
+from hpctrain.jobs.run_progress import Progress, label_of, last_job, progress, run_of
 from hpctrain.jobs.slurm_reasons import bare, explained
 from hpctrain.jobs.units import slurm_date, slurm_seconds
 
@@ -32,7 +32,8 @@ class JobStatus:
         ended: record in Slurm's accounting, or None.
         run_dir: run directory, or None.
         forgotten: whether Slurm has answered, and does not list the job of the run any more.
-        progress: progress of the run; None if the run directory has no run yet.
+        owner: label of another job, if the job has ended and the run is of that one.
+        progress: progress of the run; None if the run directory has no run of the job yet.
     """
 
     label: str
@@ -40,11 +41,16 @@ class JobStatus:
     ended: slurm.Ended | None = None
     run_dir: Path | None = None
     forgotten: bool = False
+    owner: str = field(init=False)
     progress: Progress | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the progress of the run."""
-        found = progress(self.run_dir) if self.run_dir else None
+        owner = last_job(self.run_dir) if self.run_dir and self.queued else ""
+        if self.queued is None or self.queued.active or owner == self.label:
+            owner = ""
+        found = progress(self.run_dir) if self.run_dir and not owner else None
+        object.__setattr__(self, "owner", owner)
         object.__setattr__(self, "progress", found)
 
     @property
@@ -65,16 +71,28 @@ class JobStatus:
 
     @property
     def failed(self) -> bool:
-        """Whether the job has ended without success; False for a cancelled one."""
+        """Whether the job has ended without success; False for a cancelled or stopped one."""
         if record := self.queued or self.ended:
-            return record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
+            return not self.stopped and record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
         return self.run_status in (*failures.FAILED, INTERRUPTED, NEVER_BEGAN)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the job was stopped, and not started again; for Slurm it has failed."""
+        record = self.queued or self.ended
+        return record is not None and failures.in_words(record.state, record.code) == "stopped"
 
     @property
     def failure(self) -> str:
         """Why the job has failed, in one line; empty if it has not, or if that is unknown."""
-        if not self.failed:
-            return ""
+        return self._cause() if self.failed else ""
+
+    @property
+    def stop(self) -> str:
+        """What has stopped the job, in one line; empty if nothing has, or if that is unknown."""
+        return self._cause() if self.stopped else ""
+
+    def _cause(self) -> str:
         record = self.queued or self.ended
         code = record.code if record else None
         # In another state, such as TIMEOUT, Slurm has ended the job.
@@ -82,9 +100,9 @@ class JobStatus:
         return failures.cause(self.progress, self.log, code, by_itself)
 
 
-def of_queued(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> JobStatus:
-    """Return the status of a job in the controller's list; `named` is as in `run_of`."""
-    return JobStatus(job.label, job, run_dir=run_of(job, env, named))
+def of_queued(job: slurm.QueuedJob, env: Mapping[str, str]) -> JobStatus:
+    """Return the status of a job in the controller's list."""
+    return JobStatus(job.label, job, run_dir=run_of(job, env))
 
 
 def without_slurm(names: Sequence[str]) -> list[JobStatus]:
@@ -107,18 +125,24 @@ def _of_unlisted(run: Path, label: str) -> JobStatus:
 
 
 def listed(
-    user_jobs: Sequence[slurm.QueuedJob] | None, env: Mapping[str, str]
+    user_jobs: Sequence[slurm.QueuedJob] | None,
+    env: Mapping[str, str],
+    scripts: dict[str, str] | None = None,
 ) -> tuple[list[JobStatus], int]:
     """Return the status of the user's jobs, then of the newest other runs, the oldest first.
 
     Args:
         user_jobs: jobs of the user; None if Slurm does not answer.
         env: environment for Slurm's commands.
+        scripts: as in `run_of`, for a process that calls this again and again.
 
     Returns:
         The status of each, and the number of older runs below ./runs.
     """
-    statuses = [of_queued(job, env, named=False) for job in user_jobs or ()]
+    statuses = [
+        JobStatus(job.label, job, run_dir=run_of(job, env, False, scripts))
+        for job in user_jobs or ()
+    ]
     shown = {os.path.realpath(status.run_dir) for status in statuses if status.run_dir}
     others = [path for path in lookup.runs() if os.path.realpath(path) not in shown]
     others.sort(key=_changed)

@@ -8,6 +8,8 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable, shortened
+from hpctrain.errors import UsageError
+from hpctrain.jobs.failures import in_words
 from hpctrain.jobs.job_status import JobStatus
 from hpctrain.jobs.pending import since
 from hpctrain.jobs.run_progress import Progress
@@ -22,25 +24,30 @@ HEADS = (
 #: Columns of numbers.
 RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
 _LONGEST_NAME = 32
+_REFUSED = UsageError.exit_code
 _LONGEST_REASON = 500
 
 
 def row_of(status: JobStatus) -> tuple[str, ...]:
     """Return the row of a job or a run, by `HEADS`."""
     run = rundir.RunDirectory(status.run_dir).current().path if status.run_dir else None
-    texts = [place(run)] if run else []
+    other = f", which has the run of job {status.owner}" if status.owner else ""
+    texts = [f"{place(run)}{other}"] if run else []
     figures = _figures(status.progress)
     if status.queued is not None:
         cells, text = _queued(status.queued)
         return (status.label, *cells, *figures, "; ".join([*texts, *text]))
     if status.ended is not None:
-        state = printable(status.ended.state).lower()
+        state = in_words(status.ended.state, status.ended.code)
         texts += [f"exit code {status.ended.code}"] if status.ended.code else []
     else:
         state = shortened(printable(status.run_status), _LONGEST_NAME)
         reason = status.progress.reason if status.progress else ""
         texts += [shortened(printable(reason), _LONGEST_REASON)] if reason else []
-    return (status.label, "", state, *[""] * 4, *figures, "; ".join(texts))
+    # The default run directory is NAME-LABEL.
+    name, _, label = status.run_dir.name.rpartition("-") if status.run_dir else ("", "", "")
+    name = shortened(printable(name), _LONGEST_NAME) if label == status.label else ""
+    return (status.label, name, state, *[""] * 4, *figures, "; ".join(texts))
 
 
 def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
@@ -53,7 +60,7 @@ def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
         texts += [f"expected start {job.start.replace('T', ' ')}"] if "T" in job.start else []
     return (
         shortened(printable(job.name), _LONGEST_NAME),
-        printable(job.state).lower(),
+        in_words(job.state, job.code),
         f"{job.nodes or ''} {'' if waits else printable(job.hosts)}".strip(),
         str(job.restarts or ""),
         "" if waits else job.used,
@@ -69,15 +76,19 @@ def details(status: JobStatus, more: Sequence[tuple[str, str]] = ()) -> str:
         more: lines about its wait, or about what it has used, each with its name.
     """
     lines = [*more, *([("cause:", status.failure)] if status.failure else [])]
+    lines += [("stopped:", status.stop)] if status.stop else []
     if status.progress is not None and status.progress.effective is not None:
         lines.append(("time:", str(status.progress.effective)))
-    if status.run_dir is not None:
+    if status.run_dir is not None and not status.owner:
         from hpctrain.jobs.changes import since_previous  # for named jobs only
 
         lines += [("changed:", text)] if (text := since_previous(status.run_dir)) else []
     if status.log is not None and os.path.exists(status.log):
         lines.append(("log:", place(status.log)))
-    if status.failed and status.run_dir is not None and _has_checkpoints(status.run_dir):
+    # A job that was refused there would be refused again.
+    refused = status.queued is not None and status.owner and status.queued.code == _REFUSED
+    ended = (status.failed or status.stopped) and not refused
+    if ended and status.run_dir is not None and _has_checkpoints(status.run_dir):
         again = f"--run-dir {shlex.quote(place(status.run_dir))} -- … --resume"
         ways = [f"hpctrain submit … {again} (with other code or options)"]
         if status.queued is not None:

@@ -12,7 +12,16 @@ from hpctrain.jobs.run_progress import label_of, progress, run_of
 from hpctrain.jobs.slurm_reasons import absent
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Named", "find", "only_run", "own_jobs", "run_directory", "runs", "without_slurm"]
+__all__ = [
+    "Named",
+    "find",
+    "only_run",
+    "own_jobs",
+    "run_directories",
+    "run_directory",
+    "runs",
+    "without_slurm",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,20 @@ def run_directory(name: str, env: Mapping[str, str]) -> Path:
         several = ", ".join(sorted(map(printable, found))) or "none"
         raise UsageError("HT818.not-one-run", name=printable(name), runs=several)
     return found.pop()
+
+
+def run_directories(name: str, env: Mapping[str, str]) -> list[Path]:
+    """Return the run directories of a name, as `run_directory`; of an array, those of its tasks.
+
+    Raises:
+        UsageError: as for `run_directory`.
+    """
+    if slurm.is_label(name) and not _run(name):
+        tasks = {path: path.name.rpartition(f"-{name}_")[2] for path in runs()}
+        found = [path for path, task in tasks.items() if task.isdigit() and task != path.name]
+        if found:
+            return sorted(found, key=lambda path: int(tasks[path]))
+    return [run_directory(name, env)]
 
 
 def only_run(name: str, env: Mapping[str, str]) -> RunDirectory:

@@ -22,7 +22,8 @@ _WORTH = 60.0  # seconds by which another option has to start sooner
 # The options that a reason is about, by the beginning of the reason.
 _OPTIONS = {
     ("Resources", "Priority", "ReqNodeNotAvail", "BadConstraints", "PartitionConfig"): (
-        *("nodes", "time", "partition"),
+        *("nodes", "cpus-per-task", "memory", "constraint", "nodelist", "exclude"),
+        *("time", "partition"),
     ),
     ("PartitionTimeLimit",): ("time", "partition"),
     ("PartitionNodeLimit",): ("nodes", "partition"),
@@ -44,7 +45,7 @@ def since(job: slurm.QueuedJob) -> str:
 def lines(job: slurm.QueuedJob, env: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return lines about a pending job, each with its name; none for another job.
 
-    Slurm is asked at most seven times.
+    Slurm is asked at most eight times.
     """
     if job.state != "PENDING":
         return []
@@ -67,19 +68,34 @@ def _options(job: slurm.QueuedJob, env: Mapping[str, str]) -> str:
         "nodes": job.nodes, "time": job.limit, "partition": job.partition, "qos": job.quality,
         "dependency": job.dependency, "account": job.account,
     }  # fmt: skip
-    text = " ".join(f"--{name} {printable(values[name])}" for name in names if values[name])
+    asked = _asked(job, env) if "nodelist" in names else {}
+    values |= asked
+    text = " ".join(f"--{name} {printable(values[name])}" for name in names if values.get(name))
     if job.reason.startswith("Partition") and text:
         text += _limits(job.partition, env)
-    return f"{text} (squeue)" if text else ""
+    source = "squeue, scontrol" if any(asked.values()) else "squeue"
+    return f"{text} ({source})" if text else ""
+
+
+def _asked(job: slurm.QueuedJob, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of a job that squeue does not list."""
+    try:
+        asked = slurm.requested(job.number, env)
+    except slurm.NoAnswerError:
+        return {}
+    return {
+        "cpus-per-task": "" if asked.cpus == "1" else asked.cpus, "memory": asked.memory,
+        "constraint": asked.constraint, "nodelist": asked.nodelist, "exclude": asked.exclude,
+    }  # fmt: skip
 
 
 def _limits(partition: str, env: Mapping[str, str]) -> str:
-    """Return the longest time and the number of nodes of a partition."""
+    """Return the longest time of a partition, and the number and the size of its nodes."""
     own = [one for one in slurm.partitions(env) if one.name == partition]
     if not own:
         return ""
-    nodes = sum(int(one.nodes) for one in own if one.nodes.isdigit())
-    return f"; {printable(partition)} has {nodes} nodes and allows {own[0].limit} (sinfo)"
+    size = ", ".join(one.size for one in own)
+    return f"; {printable(partition)} has {size}, and allows {own[0].limit} (sinfo)"
 
 
 def _ahead(job: slurm.QueuedJob, env: Mapping[str, str]) -> int | None:

@@ -15,7 +15,16 @@ from hpctrain.cluster import slurm
 if TYPE_CHECKING:
     from hpctrain.rundir.effective_time import EffectiveTime
 
-__all__ = ["Progress", "curves", "end_of", "label_of", "last_start", "progress", "run_of"]
+__all__ = [
+    "Progress",
+    "curves",
+    "end_of",
+    "label_of",
+    "last_job",
+    "last_start",
+    "progress",
+    "run_of",
+]
 
 # Bytes that are read from the end of a file: some hundred rows of metrics.jsonl.
 _TAIL = 2**16
@@ -128,7 +137,12 @@ def end_of(path: Path) -> bytes:
         return b""
 
 
-def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> Path | None:
+def run_of(
+    job: slurm.QueuedJob,
+    env: Mapping[str, str],
+    named: bool = True,
+    scripts: dict[str, str] | None = None,
+) -> Path | None:
     """Return the run directory of a job; None if it has none yet, or if it is unknown.
 
     The job's script is requested from Slurm only if no folder has the name of the job.
@@ -138,7 +152,9 @@ def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> 
         env: environment for Slurm's commands.
         named: whether the user has named the job. If not, Slurm is not queried for a job that has
             not started: a table may have many of them, and they could only have an earlier run.
+        scripts: batch scripts by the numbers of jobs, as found so far; new ones are added.
     """
+    scripts = {} if scripts is None else scripts
     if "[" in job.label:  # pending tasks of an array
         return None
     default = Path(job.folder, "runs", f"{job.name.replace('/', '_')}-{job.label}")
@@ -146,10 +162,11 @@ def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> 
         return default
     if not named and job.state == "PENDING" and not job.restarts:
         return None
-    try:
-        path = _from_script(slurm.batch_script(job.number, env), job)
-    except slurm.NoAnswerError:
-        path = None
+    if job.number not in scripts:
+        scripts[job.number] = ""
+        with contextlib.suppress(slurm.NoAnswerError):
+            scripts[job.number] = slurm.batch_script(job.number, env)
+    path = _from_script(scripts[job.number], job)
     # The job may continue the run of an earlier job: HPCTRAIN_RUN_DIR=… at its submission.
     return (
         path if path and os.path.isdir(path) else _from_starts(Path(job.folder, "runs"), job.label)
@@ -173,7 +190,7 @@ def _from_starts(runs: Path, label: str) -> Path | None:
     """Return the newest run that this job was the last to start."""
     found = [*runs.glob("*/starts.jsonl"), *runs.glob("*/*/starts.jsonl")]
     for file in sorted(found, key=os.path.getmtime, reverse=True)[:_MOST_RUNS]:
-        if _last_job(file.parent) == label:
+        if last_job(file.parent) == label:
             return runs / file.relative_to(runs).parts[0]
     return None
 
@@ -187,7 +204,7 @@ def last_start(path: Path) -> dict[str, Any]:
     return rows[-1] if rows else {}
 
 
-def _last_job(path: Path) -> str:
+def last_job(path: Path) -> str:
     """Return the label of the job that was the last to start a run; empty for no job of Slurm."""
     job = last_start(path).get("job")
     if not isinstance(job, dict):
@@ -203,6 +220,6 @@ def label_of(path: Path) -> str:
     Empty if no job has run there.
     """
     if os.path.exists(rundir.RunDirectory(path).current().starts):
-        return _last_job(path)
+        return last_job(path)
     _, dash, label = path.name.rpartition("-")
     return label if dash and slurm.is_label(label) else ""

@@ -16,7 +16,8 @@ from hpctrain.jobs.spec import JobSpec
 __all__ = ["MEANINGS", "refused"]
 
 _FIELDS = {field.name: field for field in fields(JobSpec)}
-# Pattern for sbatch's text, the names of JobSpec that can fix it, and what Slurm expects.
+# Pattern for sbatch's text, the names of JobSpec and of `extra` that can fix it, and what Slurm
+# expects.
 # The first row that matches counts.
 MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("invalid partition|partition name", ("partition",), "a partition of this cluster"),
@@ -31,21 +32,23 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
      ("cpus_per_task", "tasks_per_node", "nodes", "partition"), "what the partition has"),
     ("node count|invalid number of nodes",
      ("nodes", "exclude", "partition"), "a number that the partition has"),
-    ("invalid node name|nodelist", ("exclude", "extra"), "names of this cluster's nodes"),
+    ("invalid node name|nodelist", ("nodelist", "exclude"), "names of this cluster's nodes"),
     ("memory", ("memory", "partition"), "what a node of the partition has"),
-    ("generic resource|gres|invalid trackable", ("gpus_per_node", "extra"),
+    ("generic resource|gres|invalid trackable", ("gpus_per_node", "gres"),
      "GPUs that this cluster has, N or TYPE:N"),
     ("feature", ("constraint",), "features of this cluster's nodes: sinfo --format='%n %f'"),
     ("dependency", ("dependency",), "jobs that are still in Slurm's list"),
     ("array", ("array", "sweep"), "fewer indices, or smaller ones (MaxArraySize of Slurm)"),
-    ("license", ("extra",), "licenses: scontrol show licenses"),
-    ("reservation", ("extra",), "a reservation: scontrol show reservation"),
+    ("license", ("licenses",), "licenses: scontrol show licenses"),
+    ("reservation", ("reservation",), "a reservation: scontrol show reservation"),
     ("node configuration is not available|required node not available",
-     ("gpus_per_node", "memory", "constraint", "exclude", "cpus_per_task", "tasks_per_node",
-      "nodes", "partition"), "less of each, or another partition"),
+     ("gpus_per_node", "memory", "constraint", "nodelist", "exclude", "cpus_per_task",
+      "tasks_per_node", "nodes", "partition"), "less of each, or another partition"),
     ("signal", ("signal",), "a signal that this Slurm supports"),
     ("unrecognized option|invalid --", ("extra",), "options that this sbatch has: sbatch --help"),
 )  # fmt: skip
+# Fields that the size of a partition limits.
+_SIZES = ("nodes", "tasks_per_node", "cpus_per_task", "memory")
 # Errors that no value of the job causes: the same command may work later.
 _TEMPORARY = re.compile(
     r"unable to contact|temporarily|timed out|connection (refused|timed)|connect failure"
@@ -70,7 +73,7 @@ def refused(message: str, spec: JobSpec, env: Mapping[str, str]) -> StartError |
     for pattern, names, expected in MEANINGS:
         if re.search(pattern, message, re.IGNORECASE):
             likely = [name for name in names if _given(spec, name)] or [names[0]]
-            known = ", ".join(_accepted(likely[0], env))
+            known = ", ".join(_accepted(likely[0], spec, env))
             fixes = [_fix(name, _given(spec, name)) for name in likely[:4]]
             values = f"{expected}: {known}" if known else expected
             return UsageError("HT817.invalid-value", reason=reason, expected=values, fixes=fixes)
@@ -78,26 +81,35 @@ def refused(message: str, spec: JobSpec, env: Mapping[str, str]) -> StartError |
 
 
 def _given(spec: JobSpec, name: str) -> str:
-    """Return the value of a field as text; empty if it is the default."""
+    """Return the value of a field or of an entry of `extra` as text; empty if it is the default."""
+    if name not in _FIELDS:
+        return str(spec.extra.get(name, ""))
     value: Any = getattr(spec, name)
     return "" if value in (_FIELDS[name].default, None, (), {}) else str(value)
 
 
 def _fix(name: str, value: str) -> str:
     was = f"it is {value}; " if value and name not in ("extra", "sweep") else ""
+    if name not in _FIELDS:
+        return f"--{name} … ({was}extra.{name} in JOB.toml and JobSpec)"
     option = f"--{name.replace('_', '-')} {_FIELDS[name].metadata['metavar']}".rstrip()
     return f"{option} ({was}{name} in JOB.toml and JobSpec)"
 
 
-def _accepted(name: str, env: Mapping[str, str]) -> list[str]:
+def _accepted(name: str, spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     """Return the values that Slurm accepts for a field; empty if they are not known."""
     if name == "account":
         return slurm.accounts(env)
     if name == "qos":
         return slurm.qualities(env)
-    if name not in ("partition", "time", "gpus_per_node"):
-        return []
+    if name in ("nodelist", "exclude"):
+        return [*filter(None, [slurm.node_names(spec.partition, env)])]
     partitions = [partition for partition in slurm.partitions(env) if partition.up]
+    values: list[str] = []
     if name == "gpus_per_node":
-        return list(dict.fromkeys(one.gpus or "none" for one in partitions))
-    return list(dict.fromkeys(f"{one.name} (up to {one.limit})" for one in partitions))
+        values = [one.gpus or "none" for one in partitions]
+    elif name in _SIZES:
+        values = [f"{one.name} has {one.size}" for one in partitions]
+    elif name in ("partition", "time"):
+        values = [f"{one.name} (up to {one.limit})" for one in partitions]
+    return list(dict.fromkeys(values))

@@ -26,6 +26,7 @@ _OTHER_NAMES = {
     "module": "modules",
     "cpus": "cpus_per_task",
     "script": "command",
+    **{name.replace("-", "_"): f'{name} = "…" under [extra]' for name in values.EXTRA_OPTIONS},
 }
 _TAR = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2|zst))\Z", re.ASCII)
 _NO_NAMES = ("", ".", "..")

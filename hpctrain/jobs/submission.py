@@ -10,11 +10,11 @@ from pathlib import Path
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import listed
 from hpctrain.errors import UsageError
-from hpctrain.jobs import job_checks, job_environment, job_paths, script
+from hpctrain.jobs import job_checks, job_environment, job_paths, script, units
 from hpctrain.jobs.slurm_reasons import absent
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["send", "text", "trial"]
+__all__ = ["send", "size_notes", "text", "trial"]
 
 
 def send(spec: JobSpec, env: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -31,18 +31,48 @@ def send(spec: JobSpec, env: Mapping[str, str]) -> tuple[str, list[str]]:
         UsageError: Slurm refuses a value of the job, or the job could not run.
         StartError: this host has no Slurm, or Slurm does not answer.
     """
-    notes = job_checks.check(spec, env)
-    spec, host_notes = _without_bad_hosts(spec, env)
+    notes = [*job_checks.check(spec, env), *size_notes(spec, env)]
+    without, host_notes = _without_bad_hosts(spec, env)
     _make_log_folder(spec, env)
     tree, code_notes = _freeze(spec)
     clean, left_out = job_environment.environ(spec, env)
-    answer = _answer(text(spec, tree), spec, clean)
+    try:
+        answer = _answer(text(without, tree), without, clean)
+    except UsageError:
+        if without is spec:
+            raise
+        # It may be that no other nodes fit the job.
+        answer, host_notes = _answer(text(spec, tree), spec, clean), []
     if tree:
         from hpctrain.rundir import frozen_code
 
         frozen_code.note_job(frozen_code.STORE, answer.job, tree)
     notes += [*host_notes, *code_notes, *left_out, *answer.message.splitlines()]
     return answer.job, notes
+
+
+def size_notes(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
+    """Return notes if no partition of a job is large enough; many sites let such a job wait.
+
+    Args:
+        spec: job with the defaults of its profile and site.
+        env: environment of this process.
+    """
+    listed = slurm.partitions(env)
+    notes = []
+    for part in spec.parts:
+        names = part.partition.split(",") if part.partition else []
+        own = [one for one in listed if one.name in names or (not names and one.default)]
+        nodes, cpus = part.nodes + spec.spares, part.tasks * (part.cpus_per_task or 1)
+        memory = units.megabytes(part.memory)
+        wide = [one for one in own if one.cpus >= cpus and one.memory >= memory]
+        counts = {one.name: sum(o.nodes for o in wide if o.name == one.name) for one in own}
+        if counts and max(counts.values()) < nodes:
+            asked = f"{nodes} nodes" + f" of {cpus} CPUs" * (cpus > 1)
+            asked += f" and {part.memory}" * bool(memory)
+            sizes = "; ".join(f"{one.name} has {one.size}" for one in own)
+            notes.append(f"the job may never start: it asks for {asked}, but {sizes}")
+    return notes
 
 
 def _without_bad_hosts(spec: JobSpec, env: Mapping[str, str]) -> tuple[JobSpec, list[str]]:
@@ -52,9 +82,11 @@ def _without_bad_hosts(spec: JobSpec, env: Mapping[str, str]) -> tuple[JobSpec, 
     avoided = host_ledger.avoided(Path())
     if not avoided or spec.exclude or spec.part or env.get("SBATCH_EXCLUDE"):
         return spec, []
+    request = slurm.Request(nodelist=str(spec.extra.get("nodelist", "")))
+    needed = spec.nodes + spec.spares
     try:
-        hosts = slurm.excludable(avoided, spec.nodes + spec.spares, spec.partition, env)
-    except slurm.NoAnswerError:
+        hosts = slurm.excludable(avoided, needed, spec.partition, env, request)
+    except (slurm.NoAnswerError, UsageError):  # a UsageError for a list that sbatch will refuse
         return spec, []
     if not hosts:
         return spec, []

@@ -3,7 +3,15 @@
 import re
 import time
 
-__all__ = ["gpu_count", "memory", "seconds", "slurm_date", "slurm_seconds", "slurm_time"]
+__all__ = [
+    "gpu_count",
+    "megabytes",
+    "memory",
+    "seconds",
+    "slurm_date",
+    "slurm_seconds",
+    "slurm_time",
+]
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?\Z", re.ASCII)
@@ -77,6 +85,12 @@ def memory(text: str) -> str:
     if not match or (int(match[1]) and not match[2]):
         raise ValueError("a size with its unit such as 64G, or 0 for all that a node has")
     return match[1] + (match[2].upper() if int(match[1]) else "")
+
+
+def megabytes(size: str) -> float:
+    """Return the megabytes of a size that `memory` has returned; 0 for no size."""
+    factors = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+    return int(size[:-1]) * factors[size[-1]] if size[-1:] in factors else 0
 
 
 def gpu_count(text: str) -> int:

@@ -186,10 +186,11 @@ def parts(value: Any) -> tuple[dict[str, Any], ...]:
     known = ", ".join(PART_FIELDS)
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) for one in value):
         raise ValueError(f"a list of tables with {known}")
-    for name in itertools.chain.from_iterable(value):
+    found = tuple(canonical(one) for one in value)
+    for name in itertools.chain.from_iterable(found):
         if name not in PART_FIELDS:
             raise ValueError(f"parts with {known}, not {name!r}")
-    return tuple(dict(one) for one in value)
+    return found
 
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
@@ -219,6 +220,30 @@ def _value(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return repr(value)
     return string(value)
+
+
+# sbatch's names of fields, which a JOB.toml may use.
+SLURM_NAMES = {"job_name": "name", "mem": "memory", "ntasks_per_node": "tasks_per_node"}
+
+# Options of sbatch that the command line takes without --extra before them.
+EXTRA_OPTIONS = (
+    *("begin", "comment", "gres", "licenses", "mail-type", "mail-user", "nodelist", "reservation"),
+)
+
+
+def canonical(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of fields instead of those of sbatch, with dashes or without.
+
+    Raises:
+        ValueError: a field is given by both of its names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        field = SLURM_NAMES.get(name.replace("-", "_"), name)
+        if field in found or (field != name and field in given):
+            raise ValueError(f"{field}, once: {name} is sbatch's name for it")
+        found[field] = value
+    return found
 
 
 # Options with a field of their own, so that no option is given twice.

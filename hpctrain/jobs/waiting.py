@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpctrain.cluster import slurm
+from hpctrain.cluster.slurm.shared_jobs import SharedJobs
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import exit_codes
 from hpctrain.jobs import log_names
+from hpctrain.jobs.failures import in_words
 from hpctrain.jobs.slurm_reasons import notes
 
 __all__ = ["JobOutcome", "Log", "Stream", "wait", "worst"]
@@ -111,15 +113,17 @@ def wait(
     jobs: dict[str, slurm.QueuedJob] = {}
     reported: dict[str, str] = {}
     pause, ended, failed = _FIRST_PAUSE, False, False
+    watched = _Watched(number, env)
     while True:
         try:
-            listed = {job.label: job for job in slurm.jobs(env, [number])}
+            listed = watched.look()
         except slurm.NoAnswerError as error:
             if not failed:
                 report(f"Slurm does not answer, trying again: {error}")
-            failed = True
+            failed, listed = True, None
         else:
             failed = False
+        if listed is not None:
             # Pending tasks are one row, which they leave one after the other.
             jobs = {label: job for label, job in jobs.items() if "[" not in label} | listed
             for label, job in listed.items():
@@ -137,6 +141,36 @@ def wait(
     return _outcomes(number, jobs, listed, env)
 
 
+class _Watched:
+    """A job whose state is asked for again and again, in one query for all jobs of the user.
+
+    Args:
+        number: number of the job, or of an array.
+        env: environment for Slurm's commands.
+    """
+
+    def __init__(self, number: str, env: Mapping[str, str]) -> None:
+        self._number, self._env = number, env
+        self._shared, self._seen = SharedJobs(env), 0.0
+
+    def look(self) -> dict[str, slurm.QueuedJob] | None:
+        """Return the job or the tasks of the array by their labels; None if there is no news.
+
+        Raises:
+            NoAnswerError: Slurm did not answer.
+        """
+        listing = self._shared.look()
+        if listing.taken == self._seen:
+            return None
+        self._seen = listing.taken
+        found = [job for job in listing.jobs if self._number in (job.label, job.array, job.number)]
+        if not found and listing.taken < self._shared.began:
+            return None  # the job may be newer than this answer
+        # It may be another user's, or Slurm has forgotten it.
+        found = found or slurm.jobs(self._env, [self._number])
+        return {job.label: job for job in found}
+
+
 def worst(outcomes: Sequence[JobOutcome]) -> int:
     """Return the worst exit code: any failure first, then given up (76), then stopped (75)."""
     severity = {exit_codes.DONE: 0, exit_codes.STOPPED: 1, exit_codes.GIVEN_UP: 2}
@@ -147,7 +181,7 @@ def worst(outcomes: Sequence[JobOutcome]) -> int:
 
 def _described(job: slurm.QueuedJob) -> str:
     """Return the state of a job in words."""
-    text = printable(job.state).lower()
+    text = in_words(job.state, job.code)
     if job.restarts and job.active:
         text += f" after {job.restarts} restart{'s' * (job.restarts > 1)}"
     if job.state == "RUNNING":

@@ -441,7 +441,8 @@ def _record(directory: rundir.RunDirectory, env: Mapping[str, str], code: int, r
             announce(str(effective))
     if code == exit_codes.STOPPED or not directory.identity.exists():
         return
-    for name, text in used_so_far(directory, effective, False) if detect_job(env) else ():
+    since = float(env[env_vars.LAUNCHED])
+    for name, text in used_so_far(directory, effective, False, since) if detect_job(env) else ():
         announce(f"{name}: {text}")
     directory.record_end(code, reason, **(effective.as_json() if effective else {}))
 

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -20,7 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from hpctrain.cluster import env_vars, memory, system
 from hpctrain.errors import StartError, UsageError
-from hpctrain.launch import fork_server
+from hpctrain.launch import fork_server, missing_module
 from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.launch.stores import Stores
 from hpctrain.process.failure_record import Failure
@@ -40,8 +39,6 @@ _SECONDS_TO_END = 10.0  # it ends the ranks meanwhile
 # Between two looks at the connections of the ranks, in seconds; for how long the first one lasts.
 _FIRST_PAUSE, _LONGEST_PAUSE, _SECONDS_TO_CONNECT = 0.05, 10.0, 120.0
 _SECONDS_TO_BE_SURE = 20.0
-
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +122,7 @@ class Rank:
         output = self.tail.text()
         if brief and only and TRACEBACK in output:
             last = output.splitlines()[-1]
-            return f"{how}: {last}{self._how_to_install(last)}"
+            return f"{how}: {last}{missing_module.advice(last, self.command)}"
         if not output:
             return f"{how}, without output on standard error"
         if brief and code == -signal.SIGKILL:
@@ -142,18 +139,6 @@ class Rank:
         most = memory.limit()
         limit = "" if most is None else f" (limit there: {most / 2**30:.1f} GiB)"
         return f", after the kernel had killed a process on its host for lack of memory{limit}"
-
-    def _how_to_install(self, error: str) -> str:
-        """Return what to type after the error of a missing package; empty for other errors."""
-        missing = _MISSING.search(error)
-        if missing is None:
-            return ""
-        program = self.command[0]
-        python = program if "python" in os.path.basename(program) else "python"
-        return (
-            f"\n  fix:      activate the environment with {missing[1]} before hpctrain run"
-            f"\n  or:       {python} -m pip install {missing[1]}"
-        )
 
 
 def no_program(name: str, error: OSError, environ: Mapping[str, str]) -> UsageError:

@@ -9,7 +9,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain import rundir
@@ -27,6 +27,8 @@ __all__ = ["SlurmJob", "own_environment", "stop_signals"]
 # SIGNALING is the state that Slurm shows for a moment after it has sent a signal.
 _GOES_ON = ("RUNNING", "SIGNALING")
 _SECONDS_UNTIL_END = 60.0  # Slurm ends a job within seconds after its requeue
+# Of a shorter limit, the time from the begin of training to the stop signal can be nothing.
+_SHORT_LIMIT = 200.0
 
 
 @contextlib.contextmanager
@@ -90,11 +92,13 @@ class SlurmJob:
         env: environment of the batch script, as `own_environment` returns it.
         allocation: the job, from these variables.
         max_restarts: largest number of restarts; None for no limit.
+        began: time of this launch.
     """
 
     env: Mapping[str, str]
     allocation: Allocation
     max_restarts: int | None = None
+    began: float = field(default_factory=time.time)
 
     @classmethod
     def here(cls, env: Mapping[str, str], max_restarts: int | None) -> "SlurmJob":
@@ -141,12 +145,12 @@ class SlurmJob:
         """
         label = self.allocation.label
         if code == exit_codes.STOPPED:
-            code, refused = self._stopped(reason)
+            code, refused = self._stopped(reason, directory)
             if not refused:
-                announce(f"job {label} is preempted, and Slurm requeues it now")
+                announce(f"Slurm itself starts job {label} again")
                 return code
             announce(f"job {label} is not started again: {refused}")
-        elif code != exit_codes.GIVEN_UP:
+        elif code != exit_codes.GIVEN_UP or self._warn_of_short_limit(directory):
             return code
         if rundir.RunDirectory(directory).furthest() is not None:
             task = self.allocation.array_task
@@ -158,41 +162,57 @@ class SlurmJob:
             )
         return code
 
-    def _stopped(self, reason: str) -> tuple[int, str]:
+    def _warn_of_short_limit(self, directory: Path) -> bool:
+        """Say that the time limit leaves no time to train; return whether that is so."""
+        end = slurm.end_time(self.allocation.label, self.env)
+        if end is None or end - self.began > _SHORT_LIMIT:
+            return False
+        announce(
+            f"its time limit leaves little time to train: {end - self.began:.0f} s from the start "
+            f"of the launch, and Slurm sends the stop signal up to {slurm.SIGNAL_EARLY} s early\n"
+            "  fix:      hpctrain submit --time 10m or longer … --run-dir "
+            f"{shlex.quote(str(directory))} -- … --resume"
+        )
+        return True
+
+    def _stopped(self, reason: str, directory: Path) -> tuple[int, str]:
         """Requeue a stopped job; else return its exit code and the reason, as `_requeue` does."""
         if reason.startswith(rundir.STOP_REASON):
             return exit_codes.STOPPED, f"stopped by {rundir.STOP_REASON}"
-        if self.max_restarts is not None and self.allocation.restart_count >= self.max_restarts:
-            count = self.allocation.restart_count
+        count, job, error = self.allocation.restart_count, None, ""
+        try:
+            listed = slurm.jobs(self.env, [self.allocation.label])
+            # The label may be that of another job, if Slurm did not answer `own_environment`.
+            job = next((one for one in listed if one.number == self.allocation.job_id), None)
+        except slurm.NoAnswerError as no_answer:
+            error = str(no_answer)
+        # Slurm counts a requeue at once, before it ends the processes of the job.
+        if job is not None and job.restarts > count:
+            return exit_codes.STOPPED, ""
+        if self.max_restarts is not None and count >= self.max_restarts:
             refused = f"it was restarted {count} times, and the limit is {self.max_restarts}"
             return exit_codes.GIVEN_UP, refused
-        return exit_codes.STOPPED, self._requeue()
+        if job is None or job.state not in _GOES_ON:
+            return exit_codes.STOPPED, error or f"its state is {job.state if job else 'unknown'}"
+        return exit_codes.STOPPED, self._requeue(job, directory)
 
-    def _requeue(self) -> str:
+    def _requeue(self, job: slurm.QueuedJob, directory: Path) -> str:
         """Requeue the job, which ends this process; return the reason if that is not possible.
 
-        The reason is empty if Slurm itself requeues the job as it ends. A job that is no longer
-        running is not requeued: a cancelled job must not start again, and Slurm itself requeues a
-        preempted one.
+        The reason is empty if Slurm itself starts the job again as it ends, as after a preemption.
+        A job that is no longer running was not to get here: a cancelled one must not start again.
         """
         label = self.allocation.label
-        try:
-            listed = slurm.jobs(self.env, [label])
-            # The label may be that of another job, if Slurm did not answer `own_environment`.
-            own = next((job for job in listed if job.number == self.allocation.job_id), None)
-            if own is None or own.state not in _GOES_ON:
-                return f"its state is {own.state if own else 'unknown'}"
-            if own.preempted and slurm.requeues_preempted(label, own.partition, self.env):
-                return ""
-        except slurm.NoAnswerError as error:
-            return str(error)
+        if job.preempted and slurm.requeues_preempted(label, job.partition, self.env):
+            return ""
+        self._warn_of_short_limit(directory)
         # Slurm ends this process by SIGTERM, which waits until all is done, and much later by
         # SIGKILL.
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
             slurm.requeue_unended(label, self.env)
-            self._exclude(own.partition)
+            self._exclude(job.partition)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             time.sleep(_SECONDS_UNTIL_END)
         except slurm.NoAnswerError as error:
@@ -203,19 +223,19 @@ class SlurmJob:
         return "scontrol requeue was accepted, but the job continues"
 
     def _exclude(self, partition: str) -> None:
-        """Leave out hosts with faults; only a waiting job takes this, so it is requeued before."""
-        top = submit_folder(self.env)
-        hosts = host_ledger.avoided(top, self.allocation.label)
-        if not hosts:
+        """Exclude nodes with faults; only a waiting job takes this, so it is requeued before."""
+        nodes = host_ledger.avoided(submit_folder(self.env), self.allocation.label)
+        if not nodes:
             return
+        label, had = self.allocation.label, hosts_of_job(self.env)
         try:
-            needed = len(hosts_of_job(self.env))
-            hosts = slurm.excludable(hosts, needed, partition, self.env)
-            if hosts:
-                slurm.exclude(self.allocation.label, hosts, self.env)
-                announce(
-                    f"the next start leaves out {', '.join(hosts)}, which had faults "
-                    f"({host_ledger.LEDGER})"
-                )
+            excluded, required = slurm.exclude(label, nodes, had, partition, self.env)
         except slurm.NoAnswerError as error:
-            announce(f"{', '.join(hosts)} may be used again: {error}")
+            announce(f"{', '.join(nodes)} may be used again: {error}")
+            return
+        if excluded:
+            names = ", ".join(excluded)
+            announce(f"the next start leaves out {names}, which had faults ({host_ledger.LEDGER})")
+        if required:
+            names = ", ".join(required)
+            announce(f"{names} had faults, but the job requires it (--nodelist)")

@@ -100,7 +100,7 @@ class RunDirectory:
             if not isinstance(content, dict):
                 raise ValueError(f"a {type(content).__name__}")
             return content
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError("HT701.unreadable", path=path, error=error) from None
@@ -201,7 +201,7 @@ class RunDirectory:
         try:
             with open(path, errors="replace", opener=open_regular) as file:
                 yield from filter(None, map(json_object, file))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
 
 

@@ -139,6 +139,12 @@ def measure(timings: Iterable[Mapping[str, Any]]) -> Used | None:
     return last.used() if last is not None else None
 
 
+def _recorded(line: Mapping[str, Any]) -> float:
+    """Return the time of a line of timings.jsonl; 0 if it is damaged."""
+    recorded = line.get("time")
+    return float(recorded) if isinstance(recorded, (int, float)) else 0.0
+
+
 def _mean(numbers: Sequence[float]) -> float:
     return math.fsum(numbers) / len(numbers)
 
@@ -197,7 +203,7 @@ def options_text(options: Mapping[str, str]) -> str:
 
 
 def used_so_far(
-    directory: RunDirectory, effective: EffectiveTime | None, done: bool
+    directory: RunDirectory, effective: EffectiveTime | None, done: bool, since: float = 0.0
 ) -> list[tuple[str, str]]:
     """Return what a run has used so far, for the end of the log of its job, as names and texts.
 
@@ -205,9 +211,13 @@ def used_so_far(
         directory: run directory.
         effective: where the time of the run went.
         done: whether the run is done.
+        since: time of the launch; nothing is returned if it has trained nothing.
     """
     try:
-        used = measure(directory.each(directory.timings))
+        lines_of_launch = (
+            line for line in directory.each(directory.timings) if _recorded(line) >= since
+        )
+        used = measure(lines_of_launch)
         starts = len(directory.lines(directory.starts))
     except OSError:
         return []

@@ -23,6 +23,7 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import GivenUpError, UsageError, exit_codes
 from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
+from hpctrain.rundir.lock.record import look
 from hpctrain.training.context import Context
 
 __all__ = [
@@ -145,15 +146,25 @@ def _refuse_other_runs(
 ) -> None:
     """Compare run.json with the identity of this start."""
     if not resume:
+        owner = _owner(directory)
         if steps := directory.steps():
-            raise UsageError("HT618.run-exists", directory=directory, step=max(steps))
-        raise UsageError("HT618.run-without-checkpoint", directory=directory)
+            raise UsageError("HT618.run-exists", directory=directory, step=max(steps), owner=owner)
+        raise UsageError("HT618.run-without-checkpoint", directory=directory, owner=owner)
     for field in _IDENTITY:
         saved, current = before.get(field), own[field]
         if None not in (saved, current) and saved != current:
             raise UsageError(
                 "HT618.other-run", directory=directory, field=field, saved=saved, current=current
             )
+
+
+def _owner(directory: RunDirectory) -> str:
+    """Return the launch that the lock of a run names, for a message; empty without a lock."""
+    try:
+        seen = look(directory.lock)
+    except OSError:
+        return ""
+    return f"; its .lock names {seen.owner}" if seen is not None and seen.owner else ""
 
 
 def _finished(directory: RunDirectory, options: Options) -> bool:

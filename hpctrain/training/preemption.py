@@ -6,6 +6,7 @@ the other ranks, saves, and raises `Stopped`.
 """
 
 import builtins
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from hpctrain import rundir
-from hpctrain.cluster import env_vars, slurm
+from hpctrain.cluster import env_vars, slurm, system
 from hpctrain.cluster.job import Allocation
 from hpctrain.errors import exit_codes
 from hpctrain.process import signals
@@ -116,14 +117,24 @@ class Preemption:
 
         Args:
             directory: run directory; a file `stop` in it is a stop request, too, and for a run with
-                a name also one in the folder around it.
+                a name also one in the folder around it. One from before this launch is removed.
         """
         self._of_the_run = directory.stops() if self._rank == 0 else []
+        self._ignore_old_files()
         self._running = True
         if self._rank == 0 and self._end is None and self._job and self._job.scheduler == "slurm":
             # Older Slurm, such as 22.05, does not give its jobs the end time. A thread asks for it,
             # because a busy Slurm answers slowly.
             threading.Thread(target=self._ask, name="end of the job", daemon=True).start()
+
+    def _ignore_old_files(self) -> None:
+        """Remove the stop files from before this launch: they were for an earlier one."""
+        launched = float(self._env.get(env_vars.LAUNCHED) or system.start_time(os.getpid()) or 0)
+        for file in self._of_the_run:
+            with contextlib.suppress(OSError):
+                if file.stat().st_mtime < int(launched):
+                    file.unlink()
+                    logger.warning("%s is older than this launch, and was removed", file)
 
     def end(self) -> None:
         """Record the end of the run; its stop file is no longer checked."""

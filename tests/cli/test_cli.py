@@ -79,12 +79,21 @@ def test_hpctrain_alone_shows_the_first_commands(capsys):
     assert {*shown} <= {*COMMANDS}
 
 
-@pytest.mark.parametrize("arguments", [["no-such-command"], ["explain", "--no-such-option"]])
-def test_wrong_use_exits_with_code_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [
+        (["no-such-command"], "[-h]"),
+        (["explain", "--no-such-option"], "explain [-h]"),
+        (["export", "runs/a", "-o", "x"], "export [-h]"),
+        (["status", "--json", "--no"], "status [-h]"),
+        (["bench", "step", "--no-such-option"], "bench step [-h]"),
+    ],
+)
+def test_wrong_use_exits_with_code_2_and_the_usage_of_the_command(arguments, usage, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: hpctrain" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"usage: hpctrain {usage}")
 
 
 def test_version_is_that_of_the_package(capsys):

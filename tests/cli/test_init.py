@@ -30,7 +30,9 @@ def cluster(tmp_path_factory, monkeypatch):
     """A cluster with hosts without GPUs by default, and 8 hosts of 4 GPUs."""
     fake = FakeSlurm(tmp_path_factory.mktemp("slurm")).installed(monkeypatch)
     fake.command(
-        "sinfo", "cpu*|1:00:00|40|up|(null)\nold|1:00|9|down|gpu:8\nv100|1:00|8|up|gpu:v100:4(S:0)"
+        "sinfo",
+        "cpu*|1:00:00|40|up|8|32000|(null)\nold|1:00|9|down|8|32000|gpu:8\n"
+        "v100|1:00|5|up|8|32000|gpu:v100:4(S:0)\nv100|1:00|3|up|8|64000|gpu:v100:4(S:0)",
     )
     return fake
 

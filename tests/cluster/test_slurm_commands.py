@@ -223,11 +223,11 @@ def test_sbatch_job_id(fake):
 def test_sinfo_partitions_with_default_and_gpus(fake):
     fake.command(
         "sinfo",
-        "main*|infinite|4|up|(null)\nv100|2:00:00|8|down|gpu:v100:4(S:0-1),nvme:1",
+        "main*|infinite|4|up|2|1900|(null)\nv100|2:00:00|1.50K|down|64|512000|gpu:v100:4(S:0-1),nvme:1",
     )
     assert slurm.partitions(fake.env) == [
-        slurm.Partition("main", True, "infinite", "4", "", True),
-        slurm.Partition("v100", False, "2:00:00", "8", "gpu:v100:4", False),
+        slurm.Partition("main", True, "infinite", 4, "", True, 2, 1900),
+        slurm.Partition("v100", False, "2:00:00", 1536, "gpu:v100:4", False, 64, 512000),
     ]
 
 

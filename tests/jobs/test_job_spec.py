@@ -170,6 +170,25 @@ def test_job_toml_invalid_file_is_refused(tmp_path, content):
     assert str(path) in str(caught.value)
 
 
+def test_job_toml_may_have_sbatchs_names_of_fields(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('ntasks_per_node = 2\nmem = "4G"\njob-name = "a"\n[[part]]\nmem = "1G"\n')
+    spec = JobSpec(**job_files.read(path))
+    assert (spec.tasks_per_node, spec.memory, spec.name) == (2, "4G", "a")
+    assert spec.parts[1].memory == "1G"
+    for content, expected in (
+        ("tasks_per_node = 2\nntasks_per_node = 2", "tasks_per_node, once"),
+        ("ntasks = 2", "nodes and tasks_per_node"),
+        ("gpus = 2", "gpus_per_node"),
+        ('nodelist = "node1"', 'nodelist = "…" under [extra]'),
+        ('mail_user = "a"', 'mail-user = "…" under [extra]'),
+    ):
+        path.write_text(content)
+        with pytest.raises(UsageError) as caught:
+            job_files.read(path)
+        assert f"expected: {expected}" in str(caught.value)
+
+
 def test_options_replace_values_of_job_toml():
     file = {"nodes": 2, "venv": ".venv", "sweep": {"lr": [1]}, "environment": {"A": "1", "B": "1"}}
     options = {"nodes": "3", "conda": "torch", "array": "0-3", "environment": {"B": "2"}}

@@ -57,8 +57,7 @@ def test_status_tells_why_each_job_waits(cluster, hpctrain, sbatch, changed):
         "JobHeldUser": (["--hold"], "held by you: scontrol release", ""),
         "PartitionTimeLimit": (["--partition=patient", "--time=60"],
                                "a longer time than its partition allows",
-                               "--time 1:00:00 --partition patient; patient has 4 nodes and "
-                               "allows 10:00"),
+                               "--time 1:00:00 --partition patient; patient has 4 nodes of "),
     }  # fmt: skip
     numbers = {reason: sbatch(*options) for reason, (options, *_) in jobs.items()}
 
@@ -75,7 +74,7 @@ def test_status_tells_why_each_job_waits(cluster, hpctrain, sbatch, changed):
     # Last, as it changes the reason of the jobs that need all hosts.
     changed("NodeName=node4", "State=DRAIN", "Reason=test", back=["State=RESUME"])
     numbers["ReqNodeNotAvail"] = sbatch("--nodelist=node4")
-    check("ReqNodeNotAvail", "hosts that it needs are down", "")
+    check("ReqNodeNotAvail", "hosts that it needs are down", "--nodelist node4 --time")
 
 
 def test_status_tells_what_would_start_sooner(cluster, hpctrain, sbatch):

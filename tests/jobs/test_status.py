@@ -190,8 +190,8 @@ def test_status_without_slurm_shows_local_runs(fake, capsys):
         assert "Slurm does not answer" in output.err
         rows = [line.split() for line in output.out.splitlines()[1:]]
         assert rows == [
-            ["69", "done", "9", "0.5", "runs/train-69"],
-            ["70", "not", "ended", "3", "runs/train-70"],
+            ["69", "train", "done", "9", "0.5", "runs/train-69"],
+            ["70", "train", "not", "ended", "3", "runs/train-70"],
         ]
     assert run_status(capsys, "train-69").out.splitlines()[1].startswith("69")
 
@@ -206,10 +206,10 @@ def test_status_the_next_day_shows_the_newest_runs(fake, capsys, monkeypatch):
     for number, name in enumerate([*(f"train-{n}" for n in range(1, 14)), "by-hand"]):
         os.utime(Path("runs", name), (number, number))
     shown = run_status(capsys)
-    rows = [line.split()[:2] for line in shown.out.splitlines()[1:]]
-    assert rows[:2] == [["5", "done"], ["6", "interrupted"]]
-    assert rows[-1] == ["not", "ended"]
-    assert ["13", "never"] in rows
+    rows = [line.split()[:3] for line in shown.out.splitlines()[1:]]
+    assert rows[:2] == [["5", "train", "done"], ["6", "train", "interrupted"]]
+    assert rows[-1][:2] == ["not", "ended"]
+    assert ["13", "train", "never"] in rows
     assert "4 older runs below ./runs" in shown.err
     fake.jobs(job("13", WorkDir=os.getcwd(), UserID=str(os.geteuid())))
     shown = run_status(capsys)
@@ -243,6 +243,13 @@ exit 0
 """
 
 
+# A partition with nodes of two kinds, and two others.
+SINFO = """main*|1:00:00|2|up|8|32000|gpu:4
+main*|1:00:00|2|up|64|2000|(null)
+big|infinite|40|up|8|32000|(null)
+old|1:00|1|down|8|32000|"""
+
+
 def test_pending_job_shows_what_would_start_sooner(fake, capsys):
     waits = {"State": "PENDING", "NodeList": "", "Reason": "Priority", "PriorityLong": "50"}
     fake.jobs(
@@ -252,7 +259,7 @@ def test_pending_job_shows_what_would_start_sooner(fake, capsys):
         job("74", **waits | {"PriorityLong": "90", "Partition": "big"}),
     )
     fake.command("scontrol", "#!/bin/bash\nexec hpctrain run t.py")
-    fake.command("sinfo", "main*|1:00:00|4|up|gpu:4\nbig|infinite|40|up|(null)\nold|1:00|1|down|")
+    fake.command("sinfo", SINFO)
     fake.command("sbatch", more=TEST_ONLY)
     shown = run_status(capsys, "71").out
     assert "  options:  --nodes 2 --time 48:00 --partition main (squeue)\n" in shown
@@ -265,9 +272,34 @@ def test_pending_job_shows_what_would_start_sooner(fake, capsys):
     assert len(calls) == 5  # as it is, two times, fewer nodes, one other partition
     fake.jobs(job("71", **waits | {"Reason": "PartitionTimeLimit", "TimeLimit": "2:00:00"}))
     assert (
-        "--time 2:00:00 --partition main; main has 4 nodes and allows 1:00:00 (sinfo) (squeue)"
+        "--time 2:00:00 --partition main; main has 2 nodes of 8 CPUs and 32000 MB, "
+        "2 nodes of 64 CPUs and 2000 MB, and allows 1:00:00 (sinfo) (squeue)"
         in run_status(capsys, "71").out
     )
+
+
+# Of Slurm 22.05.8, without the keys that are not read.
+ASKED = (
+    "JobId=71 JobName=a ReqNodeList=x ExcNodeList=y UserId=ada(1000) Partition=main "
+    "ReqNodeList=node[3-4] ExcNodeList=node4 NodeList= NumNodes=2-2 NumCPUs=128 NumTasks=2 "
+    "CPUs/Task=64 ReqB:S:C:T=0:0:*:* Socks/Node=* NtasksPerN:B:S:C=1:0:*:* CoreSpec=* "
+    "MinCPUsNode=64 MinMemoryNode=500G MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (ASKED, "--cpus-per-task 64 --memory 500G --nodelist node[3-4] --exclude node4 "),
+        (ASKED.replace("=(null)", "=a100").replace("=64", "=1"),
+         "--memory 500G --constraint a100 --nodelist node[3-4] --exclude node4 "),
+    ],
+)  # fmt: skip
+def test_pending_job_shows_the_options_that_no_node_satisfies(fake, capsys, asked, options):
+    fake.command("scontrol", asked)
+    fake.jobs(job("71", State="PENDING", NodeList="", Reason="BadConstraints"))
+    line = f"  options:  --nodes 2 {options}--time 48:00 --partition main (squeue, scontrol)\n"
+    assert line in run_status(capsys, "71").out
 
 
 @pytest.mark.parametrize(
@@ -289,7 +321,7 @@ def test_pending_job_without_an_answer_of_slurm_shows_no_guess(fake, capsys, out
 def test_status_of_finished_run_by_name_and_number(fake, capsys):
     make_run("train-69", "given-up")
     out = run_status(capsys, "train-69", "runs/train-69", "69").out
-    assert [line.split()[:3] for line in out.splitlines()[1:]] == [["69", "given-up", "9"]] * 3
+    assert [line.split()[:3] for line in out.splitlines()[1:]] == [["69", "train", "given-up"]] * 3
 
 
 def test_status_of_unknown_word_lists_jobs_and_runs(fake, capsys):
@@ -344,6 +376,61 @@ def test_status_of_a_named_job_shows_first_failure_log_and_commands(fake, capsys
     assert run_status(capsys, "train-70").out.splitlines()[2:] == block
 
 
+STOPPED_BY = """\
+0: step 40
+hpctrain: job 70 is not started again: {}
+hpctrain: its checkpoints are in /home/ada/runs/train-70
+  fix:      hpctrain requeue 70
+  or:       HPCTRAIN_RUN_DIR=/home/ada/runs/train-70 sbatch SCRIPT --resume (if Slurm refuses that)
+"""
+
+
+@pytest.mark.parametrize("reason", ["", "the file stop in the run directory, after step 40"])
+def test_job_that_a_person_has_stopped_has_not_failed(fake, capsys, reason):
+    """Without a reason, it was stopped before its Session was open."""
+    path = make_run("train-70", label="70", step=40)
+    path.joinpath("checkpoints", "step-00000040").mkdir(parents=True)
+    if reason:
+        summary = {"status": "stopped", "reason": reason}
+        path.joinpath("summary.json").write_text(json.dumps(summary))
+    Path("runs/train-70.log").write_text(STOPPED_BY.format("stopped by the file stop"))
+    fake.jobs(job("70", State="FAILED", exit_code=str(75 << 8), WorkDir=os.getcwd()))
+    _, row, *block = run_status(capsys, "70").out.splitlines()
+    assert row.split()[2] == "stopped"
+    assert "cause:" not in "".join(block)
+    assert block[1:4] == [
+        f"  stopped:  {reason or 'stopped by the file stop'}",
+        "  log:      runs/train-70.log",
+        "  continue: hpctrain requeue 70",
+    ]
+    (entry,) = json.loads(run_status(capsys, "70", "--json").out)["jobs"]
+    assert (entry["state"], entry["exit_code"], entry["failure"]) == ("FAILED", 75, None)
+
+
+def test_job_refused_in_the_run_directory_of_another_one_does_not_show_its_figures(fake, capsys):
+    """Job 71 was started with the run directory of job 70, which trains there."""
+    path = make_run("shared", label="70", step=40, loss=0.25)
+    path.joinpath("checkpoints", "step-00000040").mkdir(parents=True)
+    refused = "runs/shared already has a run, at step 40; its .lock names job 70 (restart 0)"
+    Path("runs/train-71.log").write_text(
+        f"0: hpctrain: error: {refused}\n0:   fix:      --run-dir DIR, for a new run\n"
+    )
+    own = {"WorkDir": os.getcwd()}
+    fake.command("scontrol", "#!/bin/bash\nexec hpctrain run --run-dir runs/shared t.py")
+    fake.jobs(job("70", **own), job("71", State="FAILED", exit_code=str(2 << 8), **own))
+    _, other, row, *block = run_status(capsys, "70", "71").out.splitlines()
+    assert other.split()[-3:] == ["40", "0.25", "runs/shared"]
+    assert "40" not in row.split()
+    assert row.endswith("runs/shared, which has the run of job 70; exit code 2")
+    assert block[-3:] == ["job 71", f"  cause:    {refused}", "  log:      runs/train-71.log"]
+    # One that has failed before its Session can go on there.
+    fake.jobs(job("71", State="FAILED", exit_code=str(1 << 8), **own))
+    assert "  continue: hpctrain requeue 71\n" in run_status(capsys, "71").out
+    # While it waits, the run that it will continue is its own.
+    fake.jobs(job("71", State="PENDING", NodeList="", **own))
+    assert "0.25" in run_status(capsys, "71").out
+
+
 def test_status_finds_run_that_later_job_resumes(fake):
     path = make_run("train-12", label="70")
     fake.jobs(job("70", WorkDir=os.getcwd()))
@@ -393,7 +480,7 @@ def test_status_reads_damaged_run_files(fake, capsys, file, content):
     odd, other = run_status(capsys).out.splitlines()[1:]
     assert odd.endswith("runs/odd-1")
     assert len(odd) < 200
-    assert other.split() == ["2", "done", "9", "runs/train-2"]
+    assert other.split() == ["2", "train", "done", "9", "runs/train-2"]
 
 
 def test_status_ignores_hostile_job_number(fake, capsys):

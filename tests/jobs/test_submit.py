@@ -20,6 +20,7 @@ from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_checks, job_paths, log_names, sbatch_errors, waiting
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.rundir import host_ledger
 
 
 @pytest.fixture
@@ -216,6 +217,31 @@ def test_submit_refuses_read_only_folders(fake, capsys, monkeypatch):
             assert submit("--output", path, "--run-dir", run, "--", "python3", "t.py") == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "refuses", "excluded"),
+    [
+        ((), "never", "node4"),
+        (("--nodelist", "node[3-4]"), "never", ""),
+        (("--nodelist", "node[3"), "never", ""),
+        (("--exclude", "node1"), "never", "node1"),
+        # No other node has these features.
+        (("--constraint", "a100"), "exclude=node4", ""),
+    ],
+)
+def test_submit_excludes_a_faulty_node_unless_the_job_needs_it(
+    fake, tmp_path, capsys, words, refuses, excluded
+):
+    host_ledger.note(Path(), ["node4"], host_ledger.PREFLIGHT, "5")
+    fake.command("sinfo", "".join(f"main* node{n} idle 2 9 (null) a\n" for n in range(1, 5)))
+    no = "{ echo 'Requested node configuration is not available' >&2; exit 1; }"
+    keep = f"cat > '{tmp_path}/script'; ! grep -q '{refuses}' '{tmp_path}/script' || {no}"
+    fake.command("sbatch", "70", more=keep)
+    assert submit(*words, "--", "python", "t.py") == 0
+    line = f"#SBATCH --exclude={excluded}\n"
+    assert (line in Path(tmp_path, "script").read_text()) == bool(excluded)
+    assert ("without node4" in capsys.readouterr().err) == (excluded == "node4")
+
+
 def test_submit_needs_a_command(fake, capsys):
     Path("job.toml").write_text('launcher = "none"\nnodes = 2\n')
     assert cli.main(["render", "job.toml"]) == 0
@@ -272,6 +298,8 @@ def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
     "values",
     [
         {"command": "python3 -m none"},
+        {"command": "python3 -m none", "time": "4m"},
+        {"command": "python3 -m none", "time": "1m", "requeue": False},
         {"command": "python3 none.py", "setup": ["cd elsewhere"]},
         {"command": "python none.py", "container": "image.sif"},
         {"command": "no-such-program x", "modules": ["m"]},
@@ -293,6 +321,9 @@ def test_submit_check_has_no_false_alarms(fake, values):
         ({"command": "env a '&&' b"}, "no shell reads the command: &&"),
         ({"command": "python3 made.py", "dependency": "afterok:1"}, "made.py is not a file"),
         ({"command": "python3 t.py", "venv": "/node/venv"}, "on this node"),
+        ({"command": "x", "time": "1m"}, "leaves 0 s to start and train"),
+        ({"command": "x", "time": "3m"}, "comes 90 s before the end, or up to 60 s earlier"),
+        ({"command": "x", "time": "12m", "signal_time": 610}, "leaves 50 s"),
     ],
 )
 def test_submit_notes_what_may_be_missing(fake, values, note):
@@ -356,8 +387,59 @@ def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, message):
     assert "JOB.toml" not in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "expected", "fix"),
+    [
+        (("--nodelist", "node9"), "Invalid node name specified", "node[1-4]",
+         "--nodelist … (it is node9; extra.nodelist in JOB.toml and JobSpec)"),
+        (("--exclude", "node9"), "Invalid node name specified", "node[1-4]",
+         "--exclude HOSTS (it is node9; exclude in JOB.toml and JobSpec)"),
+        (("--memory", "500G"), "Memory specification can not be satisfied",
+         "main has 4 nodes of 8 CPUs and 32000 MB",
+         "--memory SIZE (it is 500G; memory in JOB.toml and JobSpec)"),
+        (("--gres", "nvme:1"), "Invalid generic resource (gres) specification", "N or TYPE:N",
+         "--gres … (it is nvme:1; extra.gres in JOB.toml and JobSpec)"),
+    ],
+)  # fmt: skip
+def test_sbatch_refusal_has_the_option_that_was_given_and_what_there_is(
+    fake, capsys, words, message, expected, fix
+):
+    listed = "main*|2:00:00|4|up|8|32000|(null)"
+    fake.command("sinfo", listed, more='case "$*" in *=%N*) echo "node[1-4]"; exit ;; esac')
+    fake.command("sbatch", error=f"sbatch: error: {message}", code=1)
+    assert submit(*words, "--", "python", "t.py") == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert f"  fix:      {fix}\n" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (("--nodes", "4"), ""),
+        (("--nodes", "9"), "it asks for 9 nodes, but main has 2 nodes of 8 CPUs and 32000 MB; main "
+         "has 2 nodes of 64 CPUs and 2000 MB"),
+        (("--nodes", "3", "--memory", "16G"), "it asks for 3 nodes and 16G, but main has"),
+        (("--cpus-per-task", "64"), ""),
+        (("--cpus-per-task", "65"), "it asks for 1 nodes of 65 CPUs, but main has"),
+        (("--nodes", "9", "--partition", "main,big"), ""),
+        (("--partition", "none", "--nodes", "99"), ""),  # which sbatch refuses
+    ],
+)  # fmt: skip
+def test_submit_says_that_no_partition_is_large_enough(fake, capsys, words, note):
+    fake.command(
+        "sinfo",
+        "main*|2:00:00|2|up|8|32000|\nmain*|2:00:00|2|up|64|2000|\nbig|2:00:00|40|up|8|32000|",
+    )
+    for more in ((), ("--dry-run",)):
+        assert submit(*more, *words, "--", "python", "t.py") == 0
+        error = capsys.readouterr().err
+        assert ("the job may never start" in error) == bool(note)
+        assert note in error
+
+
 def test_sbatch_refusal_lists_valid_values(fake):
-    fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
+    fake.command("sinfo", "main*|2:00:00|4|up|8|32000|gpu:v100:4\nold|1:00|4|down|8|32000|(null)")
     fake.command("sacctmgr", "physics\nroot")
     spec = JobSpec(command="x", partition="p", gpus_per_node="9", account="fisics", qos="high")
     for message, expected, fix in (
@@ -613,8 +695,10 @@ def test_wait_shows_the_end_of_this_start_of_a_run(fake, capsys, code, shown):
     Path("runs/t-70/summary.json").write_text(json.dumps(summary))
     Path("runs/t-70.log").write_text("ImportError: x\n")
     assert submit("--wait", "--", "python3", "t.py") == code
-    cause = "the file stop" if shown else "ImportError: x"
-    assert f"  cause:    {cause}\n" in capsys.readouterr().err
+    cause = "  stopped:  the file stop" if shown else "  cause:    ImportError: x"
+    error = capsys.readouterr().err
+    assert f"{cause}\n" in error
+    assert ("job 70 has ended: stopped, exit code 75" in error) == shown
 
 
 def test_wait_shows_first_failure_of_program_without_a_run(fake, capsys):

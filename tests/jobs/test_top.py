@@ -15,6 +15,7 @@ from terminals import Terminal
 
 from hpctrain import cli
 from hpctrain.cli import top
+from hpctrain.cluster.slurm.shared_jobs import SharedJobs
 
 WAITS = {"State": "PENDING", "NodeList": "", "Reason": "Priority"}
 
@@ -40,14 +41,14 @@ def fake(tmp_path, monkeypatch):
 def shown(width=80, **options):
     output = io.StringIO()
     console = Console(file=output, width=width, **options)
-    console.print(top._picture(*top._query(), width))
+    console.print(top._picture(*top._query(SharedJobs(os.environ), {}), width))
     return output.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 130])
 def test_top_shows_the_newest_first_with_a_bar_and_an_eta(fake, width):
-    head, waits, runs, old, *_ = shown(width).splitlines()
-    assert [waits.split()[0], runs.split()[0]] == ["71", "70"]
+    head, runs, waits, old, *_ = shown(width).splitlines()
+    assert [runs.split()[0], waits.split()[0]] == ["70", "71"]
     assert runs.split()[1:3] == ["train", "running"]
     assert "━━━━━ ETA 0:08; 50 % runs/train-70" in " ".join(runs.split())
     assert "ETA" not in old + waits
@@ -55,6 +56,17 @@ def test_top_shows_the_newest_first_with_a_bar_and_an_eta(fake, width):
     assert "jobs with" in waits
     assert ("SAMPLES/S" in head) == ("512" in runs) == (width == 130)
     assert all(len(line) <= width for line in shown(width).splitlines())
+
+
+def test_top_shows_what_runs_before_what_waits_and_what_has_ended(fake):
+    own = {"UserID": str(os.getuid()), "WorkDir": os.getcwd()}
+    ended = {**own, "State": "COMPLETED"}
+    fake.jobs(
+        job("60", **own), job("61", **ended), job("62", **own, **WAITS), job("63", **own),
+        job("64", **ended), job("65", **own, **WAITS),
+    )  # fmt: skip
+    lines = shown(200).splitlines()[1:]
+    assert [line.split()[0] for line in lines[:6]] == ["63", "60", "65", "62", "64", "61"]
 
 
 def test_top_has_the_names_of_status(fake, capsys):

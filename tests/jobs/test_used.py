@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import fake_slurm
 import pytest
@@ -136,6 +137,12 @@ def test_damaged_lines_are_left_out(run, damage):
     assert list(found.memory) == [1 * GB, 2 * GB, 2.5 * GB]
     assert found.on_a_host == 3 * GB
     assert found.data_wait == pytest.approx(0.0944, rel=0.01)
+
+
+def test_launch_that_has_trained_nothing_has_used_nothing(run):
+    directory = RunDirectory(run(line(time=5.0)))
+    assert used.used_so_far(directory, mock.Mock(wall_seconds=1, lost_seconds={"queue": 0}), True)
+    assert used.used_so_far(directory, mock.Mock(), False, since=6.0) == []
 
 
 def test_only_the_ranks_of_the_last_start_count(run):

@@ -81,7 +81,9 @@ def run(line, *options):
 
 
 def calls(slurm):
-    return slurm.calls.read_text().splitlines() if slurm.calls.exists() else []
+    """Return the calls that change something."""
+    lines = slurm.calls.read_text().splitlines() if slurm.calls.exists() else []
+    return [line for line in lines if not line.startswith("scontrol show")]
 
 
 def files_left():

@@ -171,25 +171,42 @@ def test_fabric_that_is_not_launched_by_the_script_gets_what_fabric_run_sets(rea
 
 
 OWN_STORE = """
-import os, sys, torch, torch.distributed as dist
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=size)
-total = torch.tensor(rank + 1.0)
-dist.all_reduce(total)
-print(total.item(), flush=True)
-sys.stdin.read()
+import os, socket, sys, time
+address, port = ("127.0.0.1", int(sys.argv[1]))
+if os.environ["RANK"] == "0":
+    with socket.create_server((address, port)) as server:
+        other = server.accept()[0]
+else:
+    while True:
+        try:
+            other = socket.create_connection((address, port))
+            break
+        except OSError:
+            time.sleep(0.05)
+time.sleep(2)  # the connection can have been seen
 """
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("way", ["file", "tcp"])
-def test_ranks_with_a_store_of_their_own_are_not_said_to_train_alone(tmp_path, free_port, way):
-    place = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{free_port}"}[way]
-    # It stays until the connection can have been seen.
-    (tmp_path / "train.py").write_text(OWN_STORE + "import time; time.sleep(2)\n")
-    done = launches.start([*RUN, "2", "train.py", place], tmp_path)
+def test_ranks_that_connect_in_a_way_of_their_own_are_not_said_to_train_alone(tmp_path, free_port):
+    (tmp_path / "train.py").write_text(OWN_STORE)
+    done = launches.start([*RUN, "2", "train.py", str(free_port)], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0: 3.0", "1: 3.0"]
+    assert "trained alone" not in done.stderr
+
+
+@pytest.mark.ranks
+def test_short_program_that_opens_a_process_group_is_not_said_to_train_alone(tmp_path):
+    text = PORT.replace(
+        'os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[1]', ""
+    )
+    text = text.replace(
+        '"gloo"',
+        f'"gloo", init_method="file://{tmp_path}/store", '
+        'rank=int(os.environ["RANK"]), world_size=2',
+    )
+    (tmp_path / "train.py").write_text(text)
+    done = launches.start([*RUN, "2", "train.py"], tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["0: 3.0", "1: 3.0"], done.stderr
     assert "trained alone" not in done.stderr
 
 

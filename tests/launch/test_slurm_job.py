@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+from dataclasses import replace
 
 import fake_slurm
 import pytest
@@ -12,7 +13,7 @@ from hpctrain.cluster.job import detect
 from hpctrain.errors import UsageError, exit_codes
 from hpctrain.launch import slurm_job
 from hpctrain.launch.slurm_job import SlurmJob, own_environment, stop_signals
-from hpctrain.rundir import STOP_REASON, RunDirectory
+from hpctrain.rundir import STOP_REASON, RunDirectory, host_ledger
 
 OWN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
 OF_THE_ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
@@ -138,7 +139,7 @@ def test_run_directory_of_all_tasks_of_an_array_is_refused():
 @pytest.mark.parametrize("code", [0, 1, 2, 3, exit_codes.GIVEN_UP, 137, 143])
 def test_job_that_ended_is_not_requeued(slurm, make, tmp_path, capsys, code):
     assert make().after(code, "why", tmp_path) == code
-    assert not requeues(slurm)
+    assert not [call for call in requeues(slurm) if "requeue" in call]
     assert not capsys.readouterr().err
 
 
@@ -148,7 +149,8 @@ def test_stopped_job_is_requeued_by_its_own_label(slurm, make, tmp_path, state):
     make().after(exit_codes.STOPPED, "USR2", tmp_path)
     slurm.jobs(job("7_0", JobID="8"), job("7_3", State=state))
     make(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3").after(75, "USR2", tmp_path)
-    assert requeues(slurm) == ["scontrol requeue incomplete 7", "scontrol requeue incomplete 7_3"]
+    calls = [call for call in requeues(slurm) if "show" not in call]
+    assert calls == ["scontrol requeue incomplete 7", "scontrol requeue incomplete 7_3"]
 
 
 def test_requeue_ends_the_process_by_sigterm(slurm, make, tmp_path):
@@ -162,6 +164,41 @@ def test_requeue_ends_the_process_by_sigterm(slurm, make, tmp_path):
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "PENDING", "RUNNING"])
+@pytest.mark.parametrize("max_restarts", [None, 1])
+def test_job_that_was_requeued_by_another_command_is_left_to_slurm(
+    slurm, make, tmp_path, capsys, state, max_restarts
+):
+    """`scontrol requeue` counts the restart, and then ends the processes of the job."""
+    RunDirectory(tmp_path).checkpoint(40).mkdir(parents=True)
+    slurm.jobs(job("7", State=state, RestartCnt="2"))
+    own = make(max_restarts, SLURM_RESTART_COUNT="1")
+    own = replace(own, allocation=replace(own.allocation, restart_count=1))
+    assert own.after(exit_codes.STOPPED, "SIGTERM", tmp_path) == exit_codes.STOPPED
+    assert [call for call in requeues(slurm) if "requeue" in call] == []
+    assert capsys.readouterr().err == "hpctrain: Slurm itself starts job 7 again\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "code", "warned"),
+    [(60, 75, True), (120, 76, True), (600, 75, False), (600, 76, False), (None, 75, False)],
+)
+def test_job_with_a_limit_too_short_to_train_is_told_to_ask_for_more(
+    slurm, make, tmp_path, capsys, seconds, code, warned
+):
+    RunDirectory(tmp_path).checkpoint(40).mkdir(parents=True)
+    own = make()
+    end = "Unknown" if seconds is None else f"{own.began + seconds:.0f}"
+    slurm.command("scontrol", f"JobId=7 EndTime={end} Deadline=N/A")
+    assert own.after(code, "SIGUSR2", tmp_path) == code
+    error = capsys.readouterr().err
+    fix = f"  fix:      hpctrain submit --time 10m or longer … --run-dir {tmp_path} -- … --resume\n"
+    assert (fix in error) == warned
+    # It would only repeat what has happened.
+    assert ("hpctrain requeue" in error) == (not warned or code == exit_codes.STOPPED)
+    assert ("scontrol requeue incomplete 7" in requeues(slurm)) == (code == exit_codes.STOPPED)
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PREEMPTED", "PENDING"])
@@ -196,7 +233,7 @@ def test_job_in_the_grace_time_of_a_preemption_is_requeued_once(
     slurm.command("scontrol", f"{name} {version}\n{shown}")
     assert make().after(exit_codes.STOPPED, "TERM", tmp_path) == exit_codes.STOPPED
     assert ("scontrol requeue incomplete 7" in requeues(slurm)) == called
-    said = "job 7 is preempted, and Slurm requeues it now" in capsys.readouterr().err
+    said = "Slurm itself starts job 7 again" in capsys.readouterr().err
     assert said == (not called)
 
 
@@ -231,6 +268,45 @@ def test_stopped_job_that_cannot_be_requeued_ends_with_75(
 def test_stopped_job_on_a_host_without_slurms_commands_ends_with_75(make, tmp_path, capsys):
     assert make(PATH="/nowhere").after(75, "USR2", tmp_path) == exit_codes.STOPPED
     assert "job 7 is not started again: no squeue" in capsys.readouterr().err
+
+
+# Of four nodes, all usable; node4 has had a fault in this job.
+NODES = "".join(f"main* node{n} idle 2 1900 (null) a,b\n" for n in range(1, 5))
+REQUESTED = " ReqNodeList={} ExcNodeList={} NodeList= MinTmpDiskNode=0 Features={} DelayBoot=0 "
+
+
+@pytest.mark.parametrize(
+    ("required", "excluded", "features", "nodes", "update", "said"),
+    [
+        ("(null)", "(null)", "(null)", NODES, "node4", "leaves out node4"),
+        ("(null)", "node1", "(null)", NODES, "node[1,4]", "leaves out node4"),
+        # It could not start without it: the job requires it,
+        ("node[3-4]", "(null)", "(null)", NODES, "", "node4 had faults, but the job requires it"),
+        ("node4", "(null)", "(null)", NODES, "", "node4 had faults, but the job requires it"),
+        # or too few others are left: by what is excluded already, by state, size or features.
+        ("(null)", "node[1-2]", "(null)", NODES, "", ""),
+        ("(null)", "(null)", "(null)", NODES.replace("idle", "down", 2), "", ""),
+        ("(null)", "(null)", "(null)", NODES.replace(" 2 ", " 1 ", 2), "", ""),
+        ("(null)", "(null)", "(null)", NODES.replace(" 1900", " 900", 2), "", ""),
+        ("(null)", "(null)", "(null)", NODES.replace("(null)", "gpu:2", 2), "", ""),
+        ("(null)", "(null)", "a", NODES.replace("a,b", "b", 2), "", ""),
+        ("(null)", "(null)", "a", NODES.replace("a,b", "b,c,a", 2), "node4", "leaves out node4"),
+        ("(null)", "(null)", "(null)", NODES.replace("a,b", "b", 2), "node4", "leaves out node4"),
+    ],
+)
+def test_requeued_job_excludes_a_faulty_node_only_if_it_can_start_without(
+    slurm, make, tmp_path, capsys, required, excluded, features, nodes, update, said
+):
+    slurm.command("sinfo", nodes)
+    slurm.command("scontrol", REQUESTED.format(required, excluded, features))
+    host_ledger.note(tmp_path, ["node4"], host_ledger.LOST, "7")
+    make(SLURM_JOB_NODELIST="node[3-4]").after(exit_codes.STOPPED, "a node was lost", tmp_path)
+    updates = [call for call in requeues(slurm) if "update" in call]
+    expected = f"scontrol update JobId=7 ExcNodeList={update}"
+    assert updates == ([expected] if update else [])
+    error = capsys.readouterr().err
+    assert said in error
+    assert ("faults" in error) == bool(said)
 
 
 def test_run_stopped_by_the_file_stop_is_not_requeued(slurm, make, tmp_path, capsys):

@@ -7,8 +7,10 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -351,7 +353,9 @@ def test_report_refusals_come_with_a_fix(full_run, tmp_path, capsys, monkeypatch
         (["no-such"], "'no-such' is n", "HT818"),  # with other words where Slurm is there
         (["no/such"], "no run is in no/such", "HT655"),
         (["folder"], "no run is in folder", "HT655"),
-        (["file"], "run.json cannot be read", "HT701"),
+        (["file"], "no run is in file", "HT655"),
+        (["file", "folder"], "no run is in file", "HT655"),
+        ([full_run, "no/such"], "no run is in no/such", "HT655"),
         ([full_run, "--output", "page"], "--output page.html", "HT654"),
         ([full_run, "--output", "file/page.html"], "--output FILE", "HT654"),
     ):
@@ -365,6 +369,23 @@ def test_report_refusals_come_with_a_fix(full_run, tmp_path, capsys, monkeypatch
             assert report(full_run) == 2
         error = capsys.readouterr().err
         assert "pip install 'hpctrain[report]'\n  more:     hpctrain explain HT651\n" in error
+
+
+def test_report_of_a_pattern_skips_logs_and_folders_without_a_run(full_run, tmp_path, capsys):
+    for task in (2, 10):
+        shutil.copytree(full_run, f"runs/lrs-58_{task}")
+        Path(f"runs/lrs-58_{task}.log").write_text("a log\n")
+    Path("runs/lrs-58_3").mkdir()
+    assert report(*sorted(map(str, Path("runs").glob("lrs-*"))), "--output", "r.html") == 0
+    skipped = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert skipped == [f"runs/lrs-58_{one}" for one in ("10.log", "2.log", "3")]
+    page = Path("r.html").read_text()
+    assert page.index("lrs-58_10<") < page.index("lrs-58_2<")
+    # By the number of the array, which Slurm may have forgotten.
+    assert report("58") == 0
+    page = Path("report.html").read_text()
+    assert page.index("lrs-58_2<") < page.index("lrs-58_10<")
+    assert Path("runs/lrs-58_2.log").read_text() == "a log\n"
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ class FakeSlurm:
         Real commands in /usr/bin, which show up where a test removes a fake, find no Slurm.
         """
         path = f"{self.folder}:/usr/bin:/bin"
-        return {"PATH": path, "HOME": str(self.folder), "SLURM_CONF": "/nowhere/slurm.conf"}
+        own = {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)}
+        return {"PATH": path, "SLURM_CONF": "/nowhere/slurm.conf", **own}
 
     def installed(self, monkeypatch):
         """Set the variables of `env` for a test; return this fake."""

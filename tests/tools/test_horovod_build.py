@@ -24,6 +24,7 @@ from hpctrain.tools.horovod_build.plan import (
     Torch,
     ask_torch,
     check_compiler,
+    check_toolkit,
     cxx_standard,
     decide,
 )
@@ -305,6 +306,18 @@ def test_missing_compiler_or_make_is_named_with_the_package(programs, scripts, w
     assert any("module load gcc" in fix for fix in caught.value.fixes)
 
 
+def test_incomplete_toolkit_is_refused_before_anything_is_compiled(toolkit, programs):
+    cuda = decide(TORCH, None, False, toolkit).cuda
+    programs("nvcc", '[ "$1 $2" = "-ccbin g++-12" ]', cuda.home / "bin")
+    check_toolkit(cuda, {**toolkit, "CUDAHOSTCXX": "g++-12"})
+    script = "echo In file; echo 'probe.cu:2: fatal error: cuda_runtime.h: No such file'; exit 1"
+    programs("nvcc", script, cuda.home / "bin")
+    with pytest.raises(HpctrainError) as caught:
+        check_toolkit(cuda, toolkit)
+    assert caught.value.found.endswith(f"kernel: {script.split(chr(39))[1]}")
+    assert caught.value.fixes[0] == "hpctrain horovod build --cpu"
+
+
 def test_cxx_variable_chooses_the_compiler(programs):
     programs("g++")
     programs("make")
@@ -317,6 +330,7 @@ def compiled(tmp_path, monkeypatch):
     """Replace the compilation; return how often it was done, and the environment of a cache."""
     done = []
     monkeypatch.setattr(wheel, "check_compiler", lambda standard, env: None)
+    monkeypatch.setattr(wheel, "check_toolkit", lambda cuda, env: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def compile_wheel(plan, standard, env, work, print_line):

@@ -129,6 +129,22 @@ def test_stop_files_are_read_by_rank_0_only(make_preemption, run, tmp_path):
     assert first.asked(save_margin=30.0) == "a signal to the job"
 
 
+@pytest.mark.parametrize("env", [{}, {"HPCTRAIN_LAUNCHED": f"{NOW + 0.9}"}])
+def test_stop_file_from_before_the_launch_does_not_stop_it(make_preemption, run, caplog, env):
+    run.stop.touch()
+    os.utime(run.stop, (NOW - 1, NOW - 1))
+    preemption = make_preemption(env=env)
+    assert preemption.asked(save_margin=30.0) is None
+    assert not run.stop.exists()
+    assert "stop is older than this launch" in caplog.text
+    # One that is made while the launch begins, or later, by whatever clock, stops it.
+    run.stop.touch()
+    os.utime(run.stop, (NOW - 1, NOW - 1))
+    assert preemption.asked(save_margin=30.0) == STOP_REASON
+    os.utime(run.stop)
+    assert make_preemption(env=env).asked(save_margin=30.0) == STOP_REASON
+
+
 def test_time_limit_requests_a_stop_one_save_margin_ahead(make_preemption):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
     assert make_preemption(job=soon).asked(save_margin=59.0) is None

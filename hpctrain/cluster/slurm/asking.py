@@ -1,10 +1,12 @@
 """Commands of Slurm: what they print, and what a missing or late answer raises."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from hpctrain.cluster.commands import NoAnswerError, run
 
 SECONDS_TO_ANSWER = 10.0
+_NUMBER = re.compile(r"(\d{1,9}(?:\.\d\d)?)([KM]?)", re.ASCII)
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = None) -> str:
@@ -38,3 +40,9 @@ def exit_code(text: str) -> int:
     else:
         code, signal = int(text) >> 8 & 0xFF, int(text) & 0x7F
     return code or (128 + signal if signal else 0)
+
+
+def count(text: str) -> int:
+    """Return a number as Slurm prints it: 768, but 2K for 2048; 0 for another text."""
+    match = _NUMBER.fullmatch(text)
+    return int(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0

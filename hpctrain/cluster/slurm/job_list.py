@@ -1,16 +1,14 @@
 """Jobs in the controller's list: waiting, running and recently ended ones."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpctrain.cluster.commands import NoAnswerError
-from hpctrain.cluster.slurm.asking import ask, exit_code
+from hpctrain.cluster.slurm.asking import ask, count, exit_code
 from hpctrain.cluster.slurm.job_state import ENDED
 
-_NUMBER = re.compile(r"(\d{1,9}(?:\.\d\d)?)([KM]?)", re.ASCII)
 # Names for --Format of squeue(1), in the order of the fields of QueuedJob.
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
@@ -156,18 +154,12 @@ def _job(row: Sequence[str]) -> QueuedJob:
     values |= {
         "restarts": int(values["restarts"] or 0),
         "code": exit_code(values["code"] or "0"),
-        "nodes": _count(values["nodes"]),
+        "nodes": count(values["nodes"]),
         "dependency": values["dependency"].replace("(null)", ""),
     }
     job = QueuedJob(**values)
     # Slurm sets the status to 1 for such a job, which would be read as a signal.
     return replace(job, code=0) if job.refused else job
-
-
-def _count(text: str) -> int:
-    """Return a number as squeue prints it: 768, but 2K for 2048; 0 for another text."""
-    match = _NUMBER.fullmatch(text)
-    return int(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0
 
 
 def _order(job: QueuedJob) -> tuple[int, bool, int]:

@@ -1,10 +1,11 @@
-"""State of a job or a step, the end of a job's time limit, and a job's remaining hosts."""
+"""State of a job or a step, what a job asks for, its time limit, and its remaining hosts."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.cluster.commands import NoAnswerError
+from hpctrain.cluster.hostlist import expand
 from hpctrain.cluster.slurm.asking import ask
 
 # Longer timeout for the host list, because a wrong guess without it would lose hosts.
@@ -17,14 +18,23 @@ ENDED = frozenset(
         *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT"),
     }
 )
+#: Seconds by which Slurm may send the signal of --signal before its time. Source: sbatch(1).
+SIGNAL_EARLY = 60
 # Slurm forgets a job some minutes after its end (MinJobAge).
 FORGOTTEN = "unknown to Slurm"
+_NOTHING = ("(null)", "0", "N/A")
 _UNKNOWN_ID = re.compile(r"Invalid job id|not found|Invalid job array", re.IGNORECASE)
 
 _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The patterns include Slurm's adjacent keys, so that a job's name is not read as its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
+_REQUEST = (
+    re.compile(r" ReqNodeList=(?P<nodelist>\S+) ExcNodeList=(?P<exclude>\S+) NodeList="),
+    re.compile(r" NumCPUs=\S+ (?:NumTasks=\S+ )?CPUs/Task=(?P<cpus>\S+) ReqB:S:C:T="),
+    re.compile(r" MinCPUsNode=\S+ MinMemoryNode=(?P<memory>\S+) MinTmpDisk"),
+    re.compile(r" MinTmpDiskNode=\S+ Features=(?P<constraint>\S+)"),
+)
 _STATE_AND_RESTARTS = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
@@ -50,6 +60,52 @@ class JobState:
     def active(self) -> bool:
         """Whether the job has processes or waits to start."""
         return self.known and self.name not in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a job asks for, beside its columns in squeue; empty for what it leaves to the cluster.
+
+    Attributes:
+        nodelist, exclude: nodes that it requires, and those that it does not use, as host lists.
+        cpus: CPUs for each task.
+        memory: memory of each node.
+        constraint: features that its nodes must have.
+    """
+
+    nodelist: str = ""
+    exclude: str = ""
+    cpus: str = ""
+    memory: str = ""
+    constraint: str = ""
+
+    @property
+    def required(self) -> list[str]:
+        """Names of the nodes that the job requires."""
+        return expand(self.nodelist)
+
+    @property
+    def excluded(self) -> list[str]:
+        """Names of the nodes that the job does not use."""
+        return expand(self.exclude)
+
+
+def requested(label: str, env: Mapping[str, str]) -> Request:
+    """Return what a job asks for.
+
+    Args:
+        label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
+        env: environment of the command.
+
+    Raises:
+        NoAnswerError: Slurm does not answer, or does not know the job.
+    """
+    shown = ask(["scontrol", "show", "job", "--oneliner", label], env)
+    found: dict[str, str] = {}
+    for pattern in _REQUEST:
+        match = pattern.search(shown)
+        found |= match.groupdict() if match else {}
+    return Request(**{name: "" if text in _NOTHING else text for name, text in found.items()})
 
 
 def is_label(text: str) -> bool:

@@ -14,7 +14,16 @@ from pathlib import Path
 from hpctrain.cluster import commands
 from hpctrain.errors import HpctrainError, UsageError
 
-__all__ = ["Cuda", "Plan", "Torch", "ask_torch", "check_compiler", "cxx_standard", "decide"]
+__all__ = [
+    "Cuda",
+    "Plan",
+    "Torch",
+    "ask_torch",
+    "check_compiler",
+    "check_toolkit",
+    "cxx_standard",
+    "decide",
+]
 
 _SECONDS = 60.0
 _IMPORT_SECONDS = 180.0  # on a file system with many small files and a cold cache
@@ -27,6 +36,12 @@ print(json.dumps({
     "include": os.path.join(os.path.dirname(torch.__file__), "include"),
     "nccl": list(nccl.submodule_search_locations)[0] if nccl else None,
 }))
+"""
+# What CMake compiles and links first, too.
+_KERNEL = """
+#include <cuda_runtime.h>
+__global__ void kernel() {}
+int main() { kernel<<<1, 1>>>(); return cudaDeviceSynchronize(); }
 """
 _REQUIRED = re.compile(r"__cplusplus\s*<\s*20(\d\d)\d\dL")
 _NEWEST_REQUIRED = 20
@@ -179,3 +194,26 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
                 lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
                 reason = f"{compiler} does not compile C++{standard}: {lines[0]}"
     raise HpctrainError("HT912.cannot-compile", reason=reason, standard=standard)
+
+
+def check_toolkit(cuda: Cuda, env: Mapping[str, str]) -> None:
+    """Check that a CUDA toolkit compiles and links a kernel: CMake finds that out minutes later.
+
+    Raises:
+        HpctrainError: it lacks a part, such as the headers, or its nvcc refuses the C++ compiler.
+    """
+    host = ["-ccbin", env["CUDAHOSTCXX"]] if env.get("CUDAHOSTCXX") else []
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        probe = Path(folder) / "probe.cu"
+        probe.write_text(_KERNEL)
+        command = [str(cuda.home / "bin" / "nvcc"), *host, "-o", f"{folder}/probe", str(probe)]
+        try:
+            done = commands.run(command, _SECONDS, env)
+        except commands.NoAnswerError as error:
+            reason = str(error)
+        else:
+            if done.returncode == 0:
+                return
+            lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+            reason = next((line for line in lines if "error" in line.lower()), lines[0])
+    raise HpctrainError("HT911.incomplete-cuda", home=cuda.home, reason=reason)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpctrain.cluster import env_vars, memory, system
 from hpctrain.errors import HpctrainError
-from hpctrain.tools.horovod_build.plan import Plan, check_compiler, cxx_standard
+from hpctrain.tools.horovod_build.plan import Plan, check_compiler, check_toolkit, cxx_standard
 
 __all__ = ["RECIPE", "VERSION", "PrintLine", "excerpt", "get", "patch", "pip", "place", "run"]
 
@@ -71,6 +71,8 @@ def get(plan: Plan, env: Mapping[str, str], print_line: PrintLine) -> Path:
         return wheel
     standard = cxx_standard(plan.torch.include)
     check_compiler(standard, env)
+    if plan.cuda is not None:
+        check_toolkit(plan.cuda, env)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
