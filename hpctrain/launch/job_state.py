@@ -407,7 +407,8 @@ class JobState:
         self._fresh = self._fresh or end.fresh
         failure = end.recorded[0] if end.recorded else end.code, end.cause
         killed = end.code >= 128
-        by_itself = not (self.attempt or killed or self._resumes)
+        started = end.ranks or self._gone  # else something of the launch is wrong
+        by_itself = not (self.attempt or (started and (killed or self._resumes)))
         changed, most = bool(lost) or progress, self._plan.max_fruitless
         result = hopeless(failure, by_itself, changed, self._fruitless, most)
         self._resumes = self._resumes or self._opened

@@ -159,9 +159,9 @@ def test_explain_of_several_ranks_is_one_table(tmp_path):
     rows = [line.split() for line in lines[lines.index("ranks:") + 1 :]]
     assert rows[0][:5] == ["RANK", "HOST", "NODE", "LOCAL", "RANK"]
     assert [row[:4] for row in rows[1:]] == [
-        ["0", "node1", "0", "0"],
-        ["1", "node1", "0", "1"],
-        ["2", "node2", "1", "0"],
+        ["0", "127.0.0.1", "0", "0"],
+        ["1", "127.0.0.1", "0", "1"],
+        ["2", "127.0.0.2", "1", "0"],
     ]
     cores = str(len(os.sched_getaffinity(0)))
     assert {row[4] for row in rows[1:]} == {cores}

@@ -74,7 +74,7 @@ def test_simulated_launcher_ranks_find_each_other_in_rendezvous(script, tmp_path
     assert [world["rank"] for world in worlds_of_ranks] == [0, 1, 2]
     for world in worlds_of_ranks:
         assert world["launcher"] == "slurm"
-        assert world["hosts"] == ["node1", "node2"]
+        assert world["hosts"] == ["127.0.0.1", "127.0.0.2"]
         assert world["node_rank"] == (0, 0, 1)[world["rank"]]
         assert world["local_world_size"] == (2, 2, 1)[world["rank"]]
 
