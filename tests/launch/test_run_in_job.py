@@ -24,6 +24,7 @@ from fake_slurm import job
 
 from hpctrain import rundir
 from hpctrain.cli import main
+from hpctrain.cluster.launchers import Process
 from hpctrain.launch import slurm_job
 from hpctrain.launch.supervisor import SECONDS_OF_ONE_SIGNAL
 from hpctrain.rundir import effective_time
@@ -433,6 +434,18 @@ def test_shell_or_notebook_in_a_task_of_srun_is_no_rank(slurm, agent, monkeypatc
     output = agent("--", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert {"0: 0 of 2", "1: 1 of 2"} <= set(output.splitlines())
     assert "requeue" not in str(calls(slurm))
+
+
+def test_shell_of_srun_starts_the_ranks_of_the_job(slurm, monkeypatch):
+    shell = Process(terminal=True, task=("bash", ""))
+    monkeypatch.setattr(Process, "current", lambda: shell)
+    monkeypatch.delenv("ENVIRONMENT")
+    for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID", "PTY_PORT"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert run("echo ran >ran; exit 75", "--run-dir", "mine") == 75
+    assert Path("ran").exists()
+    assert not calls(slurm)
 
 
 def records(**ranks):
