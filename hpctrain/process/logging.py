@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["abandon", "add_log_file", "logger", "remove_log_file", "setup_logging"]
+from hpctrain.errors import HpctrainError
+
+__all__ = ["abandon", "add_log_file", "logger", "remove_log_file", "setup_logging", "warn"]
 
 logger = logging.getLogger("hpctrain")
 
@@ -39,6 +41,11 @@ def setup_logging(rank: int) -> None:
     name = "hpctrain" if rank == 0 else f"hpctrain rank {rank}"
     handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
     logger.addHandler(handler)
+
+
+def warn(error: HpctrainError) -> None:
+    """Log an error that ends nothing, and its fixes, in one line."""
+    logger.warning("%s; fix: %s", error.found, "; or: ".join(error.fixes))
 
 
 class _LogFile(logging.FileHandler):
