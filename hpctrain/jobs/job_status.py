@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
@@ -73,13 +74,17 @@ class JobStatus:
     @property
     def failure(self) -> str:
         """Why the job has failed, in one line; empty if it has not, or if that is unknown."""
-        if not self.failed:
-            return ""
         record = self.queued or self.ended
+        unknown = record is None and self.progress is not None and not self.progress.status
+        if not (self.failed or unknown):
+            return ""
         code = record.code if record else None
         # In another state, such as TIMEOUT, Slurm has ended the job.
         by_itself = record is not None and record.state == "FAILED"
-        return failures.cause(self.progress, self.log, code, by_itself)
+        cause = failures.cause(self.progress, self.log, code, by_itself)
+        # On a full disk neither the run nor the log may have it.
+        full = rundir.full_now(self.run_dir) if self.run_dir and "disk" not in cause else ""
+        return "; ".join(filter(None, (cause, full)))
 
 
 def of_queued(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> JobStatus:

@@ -67,6 +67,8 @@ SECONDS_TO_END = 10.0  # until their agent has told it
 # Errors of a rank of which its host is the cause.
 _WRONG_NUMBERS = "HT318"
 _OTHER_WEIGHTS = "HT623"
+# The run directory's file system takes no more data, so the next attempt would fail as well.
+_NO_ROOM = "HT715"
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +403,8 @@ class JobState:
         result = hopeless(failure, by_itself, changed, self._fruitless, most)
         # A rank may fail before its session, and if a host is lost, no program has failed.
         if result is None and not (self._resumes or self._gone or lost):
+            result = failure
+        if end.error == _NO_ROOM:
             result = failure
         if result is not None:
             self._finish(*result, records=True)

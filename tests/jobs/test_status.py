@@ -12,7 +12,7 @@ import fake_slurm
 import pytest
 from fake_slurm import job
 
-from hpctrain import cli
+from hpctrain import cli, rundir
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_tables, lookup, run_progress, slurm_reasons
@@ -342,6 +342,21 @@ def test_status_of_a_named_job_shows_first_failure_log_and_commands(fake, capsys
     fake.jobs()
     block[2:5] = ["  log:      train-70.log", block[4].replace("or:      ", "continue:")]
     assert run_status(capsys, "train-70").out.splitlines()[2:] == block
+
+
+def test_status_of_a_failed_job_names_a_disk_that_is_full_now(fake, capsys, monkeypatch):
+    """Neither the run nor the log could record it."""
+    make_run("train-70", label="70")
+    monkeypatch.setattr(rundir, "full_now", lambda folder: f"the disk that holds {folder} is full")
+    failed = job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd())
+    fake.jobs(failed, job("71", WorkDir=os.getcwd()))
+    output = run_status(capsys, "71", "70").out
+    assert output.count("cause:    the disk that holds ") == 1
+    assert "/runs/train-70 is full\n" in output
+    make_run("alone", step=3)  # without a job, its end is not known
+    make_run("done", "done")
+    output = run_status(capsys, "alone", "done").out
+    assert output.count("cause: ") == output.count("runs/alone is full\n") == 1
 
 
 def test_status_finds_run_that_later_job_resumes(fake):
