@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -178,6 +179,19 @@ def lacking(request):
         pytest.skip(reason)
 
     return lack
+
+
+@pytest.fixture
+def small_disk(lacking, tmp_path):
+    """Mount a file system of 2 MB; return its path."""
+    path = tmp_path / "small-disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpctrain-test", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        lacking("mount", done.stderr.strip())
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.fixture(scope="session")

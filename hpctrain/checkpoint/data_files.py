@@ -26,6 +26,7 @@ from hpctrain.checkpoint.durable_files import name_of, sync, write_bytes, write_
 from hpctrain.checkpoint.snapshot import Entry, Piece, Snapshot
 from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import CheckpointError
+from hpctrain.rundir import no_room
 
 __all__ = [
     "Team",
@@ -136,17 +137,22 @@ def hand_over(folder: Path, team: Team, snapshot: Snapshot) -> None:
         OSError: it could not be written; rank 0 finds the reason in the folder, if there is room.
     """
     base = folder / name_of(team.rank)
+    half = base.with_suffix(".half")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         snapshot.ready()
         table = {**write_part(folder, team.rank, snapshot), "tensors": _shared(snapshot)}
-        half = base.with_suffix(".half")
         write_bytes(half, json.dumps(table).encode())
         half.rename(base.with_suffix(".json"))
         sync(folder)
     except (OSError, RuntimeError, MemoryError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        text = json.dumps([number, f"{socket.gethostname()}: {error}"])
         with contextlib.suppress(OSError):
-            base.with_suffix(".failed").write_text(f"{socket.gethostname()}: {error}")
+            base.unlink(missing_ok=True)  # or a full disk has no room for the reason
+            half.write_text(text)
+        with contextlib.suppress(OSError):
+            half.rename(base.with_suffix(".failed"))
         raise
 
 
@@ -155,7 +161,7 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
 
     Raises:
         CheckpointError: another rank could not write its part, or did not, or has other tensors.
-        OSError: the folder cannot be read.
+        OSError: the folder cannot be read, or the disk of another rank takes no more data.
     """
     others = snapshot.writers - {team.rank}
     waited = {rank: (folder / name_of(rank)).with_suffix(".json") for rank in others}
@@ -167,8 +173,7 @@ def collect(folder: Path, team: Team, snapshot: Snapshot) -> dict[int, dict[str,
         for rank, path in waited.items():
             failed = path.with_suffix(".failed")
             if failed.name in names:
-                reason = failed.read_text(errors="replace")
-                raise _without(folder, [rank], f"could not write its part: {reason}")
+                raise _failed(folder, rank, failed.read_text(errors="replace"))
         missing = [rank for rank, path in waited.items() if path.name not in names]
         if not missing:
             break
@@ -247,6 +252,18 @@ def _shared(snapshot: Snapshot) -> list[Any]:
         for number, entry in part.entries.items()
         if entry.shared
     ]
+
+
+def _failed(folder: Path, rank: int, text: str) -> Exception:
+    """Return the error for a rank that has told why it could not write its part."""
+    try:
+        number, reason = json.loads(text)
+    except ValueError:  # it could not tell even that
+        number, reason = None, "the reason could not be written, either"
+    error = OSError(number, f"rank {rank} on {reason}")
+    if no_room(folder, "", error):
+        return error
+    return _without(folder, [rank], f"could not write its part: {reason}")
 
 
 def _without(folder: Path, ranks: Sequence[int], what: str) -> CheckpointError:

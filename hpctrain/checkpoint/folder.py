@@ -36,16 +36,11 @@ from hpctrain.checkpoint.loading import (
 from hpctrain.checkpoint.snapshot import Snapshot
 from hpctrain.cluster import system
 from hpctrain.errors import CheckpointError
-from hpctrain.rundir import RunDirectory
+from hpctrain.rundir import RunDirectory, no_room
 
 __all__ = ["Folder", "process_name"]
 
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
-_MESSAGES = {
-    errno.ENOSPC: "HT705.disk-full",
-    errno.EDQUOT: "HT705.quota",
-    errno.EFBIG: "HT705.file-size-limit",
-}
 
 
 class Folder:
@@ -233,9 +228,11 @@ class Folder:
         return final.with_name(f".{final.name}.{name}.{random}")
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
-        number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
-        key, folder = _MESSAGES.get(number, "HT705.not-written"), self._directory.checkpoints
-        return CheckpointError(key, step=step, folder=folder, error=error)
+        if full := no_room(self._directory.path, f"the checkpoint of step {step}", error):
+            return full
+        limited = isinstance(error, OSError) and error.errno == errno.EFBIG
+        key = "HT705.file-size-limit" if limited else "HT705.not-written"
+        return CheckpointError(key, step=step, folder=self._directory.checkpoints, error=error)
 
 
 def _lines(manifest: Mapping[str, Any]) -> str:

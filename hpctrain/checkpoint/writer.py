@@ -80,6 +80,8 @@ class Writer:
         self._writing: Path | None = None  # folder of the newest save
         self._error: CheckpointError | None = None  # error of the newest finished save
         self._unreported: CheckpointError | None = None  # for `failure` and `wait`
+        self._failures = 0  # in a row, of one kind
+        self._kind = "", ""
         self.seconds: float | None = None
         self.committed: int | None = None
 
@@ -208,12 +210,31 @@ class Writer:
             elif self._team.rank in job.snapshot.writers:
                 self._folder.save_part(job.step, job.snapshot, job.folder)
             self.committed = job.step
+            self._note_success(job.step)
         except CheckpointError as failed:
             error = failed
         except Exception as unknown:  # of any kind: `failure` reports it
             error = CheckpointError("HT705.unexpected-error", step=job.step, error=unknown)
         if error is not None:
-            logger.error("%s", error)
+            self._note_failure(job.step, error)
         seconds = self._clock() - job.begin
         self.seconds = max(seconds, self.seconds or 0.0)
         self._error, self._unreported = error, error or self._unreported
+
+    def _note_failure(self, step: int, error: CheckpointError) -> None:
+        """Log an error of a new kind, and later how often it has come: 2, 4, 8, … times."""
+        kind = error.code, error.expected
+        self._failures = self._failures + 1 if kind == self._kind else 1
+        self._kind = kind
+        extra = {"screen": self._team.rank == 0}  # which tells the errors of the other ranks, too
+        if self._failures == 1:
+            logger.error("%s", error, extra=extra)
+        elif not self._failures & self._failures - 1:
+            text = "%d checkpoints in a row could not be written, the last one of step %d"
+            logger.error(text, self._failures, step, extra=extra)
+
+    def _note_success(self, step: int) -> None:
+        if self._failures and self._team.rank == 0:
+            text = "the checkpoint of step %d is written, after %d that could not be"
+            logger.info(text, step, self._failures)
+        self._failures, self._kind = 0, ("", "")

@@ -55,7 +55,7 @@ def _main(arguments: argparse.Namespace) -> int:
     sys.stdout.write(text)
     if failure:
         raise failure
-    return 2 if arguments.strict and _refusals(start) else 0
+    return 2 if arguments.strict and _warnings(start) else 0
 
 
 def _explain_code(argument: str, as_json: bool) -> int:
@@ -105,14 +105,33 @@ def as_json(start: Start | None, variables: Sequence[Reading]) -> dict[str, Any]
         ],
         "warnings": [
             {"code": error.code, "found": error.found, "fixes": list(error.fixes)}
-            for error in _refusals(start)
+            for error in _warnings(start)
         ],
     }
 
 
-def _refusals(start: Start | None) -> list[UsageError]:
-    """Return the errors that opening a session would raise."""
-    return [error for error in (start.stray, start.waste) if error] if start else []
+def _warnings(start: Start | None) -> list[UsageError]:
+    """Return the errors that a session would raise as it opens, and what it would warn of."""
+    from hpctrain.cluster import visible_gpus
+
+    if start is None:
+        return []
+    found, world = [error for error in (start.stray, start.waste) if error], start.world
+    if not found and world.local_world_size is not None:
+        # A variable may also be set where there is no GPU.
+        seen = len(_gpus(os.environ)) if visible_gpus.here() else 0
+        nodes = {start.rendezvous_point.host: (world.local_world_size, seen)}
+        idle = visible_gpus.idle(world.launcher, start.allocation, nodes)
+        found += [idle] if idle else []
+    return found
+
+
+def _gpus(env: Mapping[str, str]) -> Sequence[str]:
+    """Return the GPUs that this process may use, without asking torch."""
+    from hpctrain.cluster import visible_gpus
+
+    gpus = visible_gpus.visible(env)
+    return gpus.names if gpus else visible_gpus.here()
 
 
 def _of_all(start: Start, variables: Sequence[Reading]) -> str:
@@ -160,13 +179,10 @@ def _of_all(start: Start, variables: Sequence[Reading]) -> str:
 
 def _of_this_rank(world: World, env: Mapping[str, str]) -> dict[str, str]:
     """Return the columns of this rank in the table, by the values of `_OF_A_RANK`."""
-    from hpctrain.cluster import visible_gpus
-
-    gpus = visible_gpus.visible(env)
     return {
         "local_rank": str(world.local_rank),
         "cores": str(len(system.cores())),
-        "gpus": ",".join(gpus.names if gpus else visible_gpus.here()),
+        "gpus": ",".join(_gpus(env)),
         "pid": str(os.getpid()),
     }
 
@@ -188,7 +204,7 @@ def _text(start: Start, variables: Sequence[Reading]) -> str:
         job = start.allocation
         label = printable(job.label)
         lines.append(f"job               {job.scheduler} {label}, restart {job.restart_count}")
-    for error in _refusals(start):
+    for error in _warnings(start):
         lines += [f"warning: {error}"]
     ignored = [reading for reading in variables if reading.reason]
     return "\n".join(lines) + "\n" + _table("ignored", ignored)

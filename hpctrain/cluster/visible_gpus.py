@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.texts import listed
 from hpctrain.errors import ContradictionError, UsageError
 
-__all__ = ["CUDA", "Visible", "check_rocm", "here", "own_slice", "visible"]
+__all__ = ["CUDA", "Visible", "check_rocm", "here", "idle", "own_slice", "visible"]
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 # ROCR filters first, for the whole process. HIP's indices count the remaining GPUs, and HIP also
@@ -66,6 +68,39 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return "simd_count 0\n"
+
+
+def idle(
+    launcher: str, job: Allocation | None, nodes: Mapping[str, tuple[int, int]]
+) -> UsageError | None:
+    """Return a warning if ranks see more GPUs than they use; None if no GPU is known to be idle.
+
+    Args:
+        launcher: name of the launcher.
+        job: job of the scheduler.
+        nodes: for each node the number of its ranks, each of which uses one GPU, and the largest
+            number of GPUs that one of them sees.
+    """
+    # Of several GPUs, tasks may see separate ones (--gpus-per-task=2). A single one was chosen.
+    in_step = job.gpus if job and job.gpus and launcher == "slurm" else 0
+    counts = {
+        node: (max(seen, in_step if seen > 1 else 0), ranks)
+        for node, (ranks, seen) in nodes.items()
+    }
+    counts = {node: (gpus, ranks) for node, (gpus, ranks) in counts.items() if gpus > ranks}
+    if not counts:
+        return None
+    gpus, ranks = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
+    most, fewest = max(gpus for gpus, _ in counts.values()), min(r for _, r in counts.values())
+    if launcher == "slurm":
+        fix = f"#SBATCH --ntasks-per-node={most}, without --ntasks"
+    elif launcher in ("none", "hpctrain"):
+        fix = "hpctrain run --nproc-per-node auto SCRIPT"
+    else:
+        fix = f"start {most} ranks on each node"
+    visible = ",".join(map(str, range(fewest)))
+    values = {"idle": gpus - ranks, "gpus": gpus, "nodes": listed(list(counts))}
+    return UsageError("HT120.idle-gpus", fix=fix, visible=visible, **values)
 
 
 def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
@@ -85,7 +86,14 @@ class JobStatus:
     @property
     def failure(self) -> str:
         """Why the job has failed, in one line; empty if it has not, or if that is unknown."""
-        return self._cause() if self.failed else ""
+        record = self.queued or self.ended
+        unknown = record is None and self.progress is not None and not self.progress.status
+        if not (self.failed or unknown):
+            return ""
+        cause = self._cause()
+        # On a full disk neither the run nor the log may have it.
+        full = rundir.full_now(self.run_dir) if self.run_dir and "disk" not in cause else ""
+        return "; ".join(filter(None, (cause, full)))
 
     @property
     def stop(self) -> str:

@@ -69,6 +69,8 @@ SECONDS_OF_PROGRESS = 600.0
 # Errors of a rank of which its host is the cause.
 _WRONG_NUMBERS = "HT318"
 _OTHER_WEIGHTS = "HT623"
+# The run directory's file system takes no more data, so the next attempt would fail as well.
+_NO_ROOM = "HT715"
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +417,8 @@ class JobState:
         # If a host is lost, or a rank is killed before its session, no program has failed.
         no_failure = self._gone or lost or (killed and found.opens)
         if result is None and not (self._resumes or no_failure):
+            result = failure
+        if end.error == _NO_ROOM:
             result = failure
         if result is not None:
             self._finish(*result, records=True)

@@ -49,6 +49,7 @@ __all__ = ["run"]
 _SECONDS_TO_LEAVE = 3.0
 _SECONDS_SUSPENDED = 3.0
 _SECONDS_TO_READ = 0.2
+_BYTES_OF_A_TRIAL = 4096
 
 
 def run(
@@ -73,6 +74,7 @@ def run(
     Raises:
         StartError: a host does not answer before the first attempt.
         UsageError: the run directory cannot be made, or the numbers of ranks do not fit.
+        CheckpointError: its file system takes no more data.
     """
     present = hosts.present()
     missing = [host for host in hosts.names if host not in present]
@@ -82,6 +84,10 @@ def run(
     plan = replace(plan, folder=str(folder), launch=secrets.token_hex(8))
     try:
         return _Supervisor(hosts, plan, directory, env).run(present, received)
+    except OSError as error:
+        if full := rundir.no_room(directory.path, "the files of this launch", error):
+            raise full from None
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -238,8 +244,11 @@ class _Supervisor:
                 if link := self._links.pop(host, None):
                     link.end()
             case job_state.StopRun():
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / "stop").touch()
+                try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    (self._folder / "stop").touch()
+                except OSError as error:
+                    announce(f"the run cannot be stopped by a file: {error}")
             case job_state.Review(end, again, asked):
                 self._review(end, again, asked)
             case job_state.Fault(hosts, kind):
@@ -444,7 +453,10 @@ def _record(directory: rundir.RunDirectory, env: Mapping[str, str], code: int, r
     since = float(env[env_vars.LAUNCHED])
     for name, text in used_so_far(directory, effective, False, since) if detect_job(env) else ():
         announce(f"{name}: {text}")
-    directory.record_end(code, reason, **(effective.as_json() if effective else {}))
+    try:
+        directory.record_end(code, reason, **(effective.as_json() if effective else {}))
+    except OSError as error:
+        announce(f"{directory.summary} could not be written: {error}")
 
 
 def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:
@@ -460,7 +472,11 @@ def _folder(directory: rundir.RunDirectory, env: Mapping[str, str]) -> Path:
             number = old.name.split("-")[2]
             if number.isdecimal() and int(number) < restart:
                 shutil.rmtree(old, ignore_errors=True)
+        with tempfile.TemporaryFile(dir=directory.path) as trial:
+            trial.write(bytes(_BYTES_OF_A_TRIAL))
         prefix = f".launch-{label}-{restart}-"
         return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=prefix))
     except OSError as error:
-        raise UsageError("HT617.cannot-create", directory=directory, error=error) from None
+        raise rundir.no_room(directory.path, "the files of this launch", error) or UsageError(
+            "HT617.cannot-create", directory=directory, error=error
+        ) from None

@@ -4,6 +4,7 @@ It takes a tenth of a second, and with GPUs the second that nvidia-smi needs. A 
 a computation and a sum on each rank's device (`training/setup`).
 """
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -68,6 +69,8 @@ def _disks(folder: Path, env: Mapping[str, str]) -> str:
                     return f"{place} does not keep what is written to it"
         disk = os.statvfs(temporary)
     except OSError as error:
+        if place == str(folder) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ""  # not the fault of this host
         return f"{place} cannot be written: {error.strerror}"
     free = disk.f_bavail * disk.f_frsize
     return "" if free >= _LEAST_DISK else f"{free // _MEBIBYTE} MiB are free in {temporary}"

@@ -1,11 +1,14 @@
 """The choice of the device for a rank."""
 
+import re
+import sys
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 
 import torch
 
+from hpctrain._version import OLDEST_TORCH
 from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.texts import first_line
@@ -13,10 +16,38 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
-__all__ = ["choose", "index_of", "no_gpu_reason", "sums_on_host", "take_slice"]
+__all__ = [
+    "check_torch",
+    "choose",
+    "index_of",
+    "no_gpu_reason",
+    "passed_over",
+    "sums_on_host",
+    "take_slice",
+]
 
 # Not as an export before srun, because srun sets the variable again in each task.
 _HIDE = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
+# Modules of torch for accelerators that a rank does not use, and of packages that extend torch.
+_UNSUPPORTED = ("xpu", "hpu", "npu", "mtia", "mlu", "musa")
+
+
+def check_torch(version: str, folder: str) -> None:
+    """Refuse a torch that is too old, which pip does not notice over a module of the site.
+
+    Args:
+        version: version of torch, such as 2.10.0a0+b4e4ee81d3.nv25.12, which counts as 2.10.
+        folder: where it is installed.
+
+    Raises:
+        UsageError: it is older than `OLDEST_TORCH`.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    oldest = tuple(map(int, OLDEST_TORCH.split(".")))
+    if numbers and (int(numbers[1]), int(numbers[2])) < oldest:
+        raise UsageError(
+            "HT121.too-old", version=version, folder=folder, oldest=OLDEST_TORCH, sys=sys
+        )
 
 
 def sums_on_host(device: torch.device) -> bool:
@@ -24,8 +55,8 @@ def sums_on_host(device: torch.device) -> bool:
     return device.type in ("cpu", "mps")
 
 
-def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> None:
-    """Make only this rank's own MIG slice visible, if the process has several slices.
+def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> int:
+    """Make only this rank's own MIG slice visible, and return how many were; 0 without several.
 
     CUDA reads the variable once, at its start, and uses only the first slice.
 
@@ -39,11 +70,13 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
     """
     own = visible_gpus.own_slice(env, world.local_rank)
     if own is None:
-        return
+        return 0
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError("HT115.cuda-already-started")
-    undo.callback(env.__setitem__, visible_gpus.CUDA, env[visible_gpus.CUDA])
+    before = env[visible_gpus.CUDA]
+    undo.callback(env.__setitem__, visible_gpus.CUDA, before)
     env[visible_gpus.CUDA] = own
+    return len(before.split(","))
 
 
 def choose(
@@ -78,7 +111,8 @@ def choose(
             raise UsageError("HT116.device-unusable", device=name, torch=torch, reason=reason)
         _check_idle_gpus(job, env, texts)
         return torch.device("cpu")
-    device = torch.device("cuda", index_of(world, torch.cuda.device_count()))
+    on_node = (job.gpus if job else None) or len(visible_gpus.here())
+    device = torch.device("cuda", index_of(world, torch.cuda.device_count(), on_node))
     torch.cuda.set_device(device)
     return device
 
@@ -124,6 +158,27 @@ def _check_idle_gpus(
         )
 
 
+def passed_over(env: Mapping[str, str]) -> UsageError | None:
+    """Return a warning if torch sees accelerators that no rank uses; None without any.
+
+    Args:
+        env: environment with the variables that select the visible GPUs.
+    """
+    visible = visible_gpus.visible(env)
+    if visible is not None and not visible.names:  # hidden on purpose
+        return None
+    accelerator = getattr(torch, "accelerator", None)  # the doctor also looks at an old torch
+    current = (
+        accelerator.current_accelerator() if accelerator and accelerator.is_available() else None
+    )
+    own = [current.type] if current and current.type not in ("cuda", "mps") else []
+    for kind in (*own, *_UNSUPPORTED):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return UsageError("HT120.unsupported", kind=kind, count=module.device_count())
+    return None
+
+
 def no_gpu_reason(warning_texts: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the reason why torch has no GPU, and what to type."""
     if not torch.version.cuda and not torch.version.hip:
@@ -145,7 +200,7 @@ def no_gpu_reason(warning_texts: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def index_of(world: World, visible: int) -> int:
+def index_of(world: World, visible: int, on_node: int = 0) -> int:
     """Return the index of a rank's GPU among the GPUs visible to its process.
 
     If each task sees one GPU (Slurm's --gpus-per-task, or --gpu-bind), the index is 0, otherwise
@@ -155,6 +210,7 @@ def index_of(world: World, visible: int) -> int:
     Args:
         world: place of the rank.
         visible: number of GPUs visible to this process, at least 1.
+        on_node: number of GPUs that the job has on this node; 0 if it is unknown.
 
     Raises:
         UsageError: the local rank is not below the number of visible GPUs.
@@ -163,5 +219,6 @@ def index_of(world: World, visible: int) -> int:
         return 0
     if world.local_rank >= visible:
         ranks = world.local_world_size or world.local_rank + 1
-        raise UsageError("HT113.too-few-gpus", world=world, gpus=visible, ranks=ranks)
+        key = "HT113.too-few-gpus" if ranks > on_node else "HT113.bound-to-some-gpus"
+        raise UsageError(key, world=world, gpus=visible, ranks=ranks, on_node=on_node)
     return world.local_rank

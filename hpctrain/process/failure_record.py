@@ -195,6 +195,7 @@ def _create(place: Path, text: str) -> bool:
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
         return False
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with contextlib.suppress(OSError):  # of a full disk; the name alone says enough
+        os.write(descriptor, text.encode())
+    os.close(descriptor)
     return True

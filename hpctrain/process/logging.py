@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["abandon", "add_log_file", "logger", "remove_log_file", "setup_logging"]
+from hpctrain.errors import HpctrainError
+
+__all__ = ["abandon", "add_log_file", "logger", "remove_log_file", "setup_logging", "warn"]
 
 logger = logging.getLogger("hpctrain")
 
@@ -41,12 +43,34 @@ def setup_logging(rank: int) -> None:
     logger.addHandler(handler)
 
 
+def warn(error: HpctrainError) -> None:
+    """Log an error that ends nothing, and its fixes, in one line."""
+    logger.warning("%s; fix: %s", error.found, "; or: ".join(error.fixes))
+
+
 class _LogFile(logging.FileHandler):
     """A log file on a disk that may be full: the error is reported once and ends nothing."""
 
     _reported = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, its name in logging
+    def begin(self) -> None:
+        """Open the file; if that fails, each record tries it again."""
+        try:
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            self.stream = open(  # noqa: SIM115, `close` closes it
+                self.baseFilename, "a", encoding=self.encoding, errors=self.errors
+            )
+        except OSError:
+            self.handleError(None)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        if self.stream is None:
+            self.begin()
+        if self.stream is not None:
+            super().emit(record)
+
+    def handleError(self, record: object) -> None:  # noqa: N802, its name in logging
         """Report the first error in one line, instead of a traceback for each record."""
         del record
         if not self._reported:
@@ -63,9 +87,9 @@ class _LogFile(logging.FileHandler):
 
 def add_log_file(path: Path) -> logging.Handler:
     """Write this rank's log also to a file, until `remove_log_file`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A file name that is not valid UTF-8 is written with backslash escapes.
-    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace", delay=True)
+    handler.begin()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     return handler

@@ -18,7 +18,7 @@ from hpctrain._version import __version__
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.texts import printable, ranks_text
 from hpctrain.errors import ContradictionError
-from hpctrain.process.logging import logger
+from hpctrain.process.logging import warn
 
 __all__ = ["Difference", "check", "differences", "entry"]
 
@@ -98,8 +98,8 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     for difference in found:
         if difference.wrong:
             raise difference.error
-    for error in (difference.error for difference in found):
-        logger.warning("%s; fix: %s", error.found, "; or: ".join(error.fixes))
+    for difference in found:
+        warn(difference.error)
 
 
 def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UsageError, exit_codes
+from hpctrain.errors import CheckpointError, UsageError, exit_codes
 
 __all__ = [
     "POSITIONS",
@@ -36,7 +36,9 @@ __all__ = [
     "append",
     "create",
     "default",
+    "full_now",
     "given",
+    "no_room",
     "open_regular",
     "replace",
 ]
@@ -48,6 +50,13 @@ STOP_REASON = "the file stop in the run directory"
 POSITIONS = ("step", "epoch", "time")
 
 _STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
+# Errors of the system with which a file system takes no more data, and the keys of their messages.
+_NO_ROOM = {
+    errno.ENOSPC: "HT715.disk-full",
+    errno.EDQUOT: "HT715.quota",
+    errno.EROFS: "HT715.read-only",
+}
+_LEAST_ROOM = 1 << 20  # bytes; no checkpoint is smaller by much
 
 
 class RunDirectory:
@@ -203,6 +212,42 @@ class RunDirectory:
                 yield from filter(None, map(json_object, file))
         except (FileNotFoundError, NotADirectoryError):
             return
+
+
+def no_room(folder: Path, what: str, error: object) -> CheckpointError | None:
+    """Return the error for a file system that takes no more data; None for any other error.
+
+    Args:
+        folder: run directory, which need not exist.
+        what: what could not be written there.
+        error: error of the system.
+    """
+    if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        return None
+    key = _NO_ROOM[error.errno]
+    free, files = _room(folder)
+    if error.errno == errno.ENOSPC and files == 0:
+        key = "HT715.no-inodes"
+    return CheckpointError(key, folder=folder, what=what, free=free or 0, error=error)
+
+
+def full_now(folder: Path) -> str:
+    """Return in a line that the disk of a folder is full now; empty if it is not, or unknown."""
+    free, files = _room(folder)
+    if files == 0 or (free is not None and free < _LEAST_ROOM):
+        room = "0 inodes" if files == 0 else f"{free:,} bytes"
+        return CheckpointError("HT715.full-now", folder=folder, room=room).found
+    return ""
+
+
+def _room(folder: Path) -> tuple[int | None, int | None]:
+    """Return the bytes and the files that a file system can still take; None if it is unknown."""
+    try:
+        found = os.statvfs(next(one for one in (folder, *folder.parents) if one.exists()))
+    except OSError:
+        return None, None
+    # Some file systems have no limit of files, and say 0 of 0.
+    return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class CheckpointManager:
 
         step = on_rank_zero(self._context.backend, look)
         if self._context.world.rank > 0:
-            logger.warning("rank 0 could not write a checkpoint; its log says why")
+            logger.info("rank 0 could not write a checkpoint; its log says why")
         self.saved = self._taken.get(step, self._taken[None])
 
     def save_margin(self) -> float:

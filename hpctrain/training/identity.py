@@ -21,7 +21,7 @@ from hpctrain.cluster import commands, env_vars, system
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
 from hpctrain.errors import GivenUpError, UsageError, exit_codes
-from hpctrain.rundir import RunDirectory, append, create, default
+from hpctrain.rundir import RunDirectory, append, create, default, no_room
 from hpctrain.rundir.lock import Lock
 from hpctrain.rundir.lock.record import look
 from hpctrain.training.context import Context
@@ -101,7 +101,9 @@ def claim(
         lock.release()
         if isinstance(error, FileExistsError):  # another start was faster and has ended
             _refuse_other_runs(directory, directory.read(directory.identity), own, False)
-        raise UsageError("HT617.cannot-create", directory=directory, error=error) from None
+        raise no_room(directory.path, "run.json", error) or UsageError(
+            "HT617.cannot-create", directory=directory, error=error
+        ) from None
     return directory, lock
 
 

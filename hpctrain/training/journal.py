@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain import rundir
-from hpctrain.errors import CheckpointError, GivenUpError, exit_codes
+from hpctrain.errors import CheckpointError, GivenUpError, HpctrainError, exit_codes
 from hpctrain.process.logging import add_log_file, logger, remove_log_file
 from hpctrain.process.stderr_capture import StderrCapture
 from hpctrain.rundir import RunDirectory
@@ -87,7 +87,9 @@ class RunJournal:
                 again = identity.is_again(os.environ)
                 self.recorder = Recorder(self.directory, os.environ, context.opened, again, step)
             except OSError as error:
-                raise CheckpointError(
+                raise rundir.no_room(
+                    self.directory.path, "the files of this launch", error
+                ) or CheckpointError(
                     "HT617.cannot-write", error=error, directory=self.directory
                 ) from None
 
@@ -112,8 +114,10 @@ class RunJournal:
         try:
             with self.lock.commit():
                 self._sum_up(error, date, facts)
-        except OSError as full:
-            logger.error("%s could not be written: %s", self.directory.summary, full)
+        except OSError as failed:
+            told = isinstance(error, CheckpointError)  # that the disk is full
+            if not (told and rundir.no_room(self.directory.path, "", failed)):
+                logger.error("%s could not be written: %s", self.directory.summary, failed)
         except CheckpointError as replaced:
             logger.error("%s", replaced)
         finally:
@@ -147,6 +151,7 @@ class RunJournal:
             "backend": context.backend.name,
             "precision": context.precision.name,
             **facts(),
+            **({"reason": error.found} if isinstance(error, HpctrainError) else {}),
             **(effective.as_json() if effective else {}),
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")

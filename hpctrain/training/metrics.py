@@ -383,6 +383,8 @@ class _Lines:
         """Try once more to write the waiting lines, and close the file."""
         if self._waiting:
             self.write("")
+        if lost := self._waiting.count(b"\n"):
+            logger.error("%d rows of metrics could not be written to %s", lost, self._path)
         with contextlib.suppress(OSError):
             os.close(self._file)
 

@@ -1,5 +1,6 @@
 """Setup before training: from the options and the launcher's variables to connected ranks."""
 
+import os
 import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
@@ -11,12 +12,12 @@ import torch
 
 from hpctrain import backends, precision, rendezvous
 from hpctrain.arguments import Batches, Options, plan_batches
-from hpctrain.cluster import env_vars, launchers
+from hpctrain.cluster import env_vars, launchers, visible_gpus
 from hpctrain.cluster.texts import first_line
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.process import device, file_limit
 from hpctrain.process.determinism import choose_algorithms
-from hpctrain.process.logging import logger
+from hpctrain.process.logging import logger, warn
 from hpctrain.process.threads import Threads, divide
 from hpctrain.rendezvous import consistency
 from hpctrain.training import known_numbers, monitor, prepare
@@ -78,7 +79,7 @@ def open_ranks(
         options.start_timeout,
         logger.info if world.rank == 0 else logger.warning,
         start.waste or failure,
-        check=partial(_check, options.workers),
+        check=partial(_check, start, name, options.workers),
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run_dir or env.get(env_vars.RUN_DIR) or "runs"),
     )
@@ -133,9 +134,14 @@ def _equip(
     """
     world = start.world
     try:
+        device.check_torch(str(torch.__version__), os.path.dirname(torch.__file__))
         undo.callback(file_limit.make_room(world.world_size))
-        device.take_slice(world, env, undo)
+        slices = device.take_slice(world, env, undo)
         chosen = device.choose(world, start.allocation, env, options.device)
+        first = world.rank == 0 and options.device == "auto"
+        if first and chosen.type == "cpu" and (unused := device.passed_over(env)):
+            warn(unused)
+        gpus = max(slices, torch.cuda.device_count()) if chosen.type == "cuda" else 0
         numbers = precision.open_precision(
             options.precision,
             chosen,
@@ -157,12 +163,22 @@ def _equip(
         backends.check(backend, world, chosen, settings)
         # With --precision auto, different GPUs may give different precisions.
         deciding = {**options.deciding(), "--precision": numbers.name}
-        return chosen, numbers, settings, consistency.entry(chosen, deciding)
+        entry = {**consistency.entry(chosen, deciding), "visible_gpus": gpus}
+        return chosen, numbers, settings, entry
     except RuntimeError as failure:  # from CUDA
         raise StartError("HT615.gpu-unusable", reason=first_line(failure)) from None
 
 
-def _check(workers: int | str, roster: rendezvous.Roster) -> rendezvous.Answer:
+def _check(
+    start: launchers.Start, backend: str, workers: int | str, roster: rendezvous.Roster
+) -> rendezvous.Answer:
     """Compare all ranks, and return the number of cores of each; called by rank 0."""
     consistency.check(roster.entries, roster.host_names)
+    if backend != "dataparallel":  # which uses all GPUs that its process sees
+        gpus = [0] * len(roster.hosts)
+        for entry, node in zip(roster.entries, roster.host_of_rank, strict=True):
+            gpus[node] = max(gpus[node], entry["visible_gpus"])
+        nodes = dict(zip(roster.hosts, zip(roster.ranks_per_host, gpus, strict=True), strict=True))
+        if idle := visible_gpus.idle(start.world.launcher, start.allocation, nodes):
+            warn(idle)
     return rendezvous.Answer(own=divide(roster.entries, roster.host_of_rank, workers))

@@ -415,19 +415,6 @@ def test_checkpoint_over_the_file_size_limit(run, size):
     assert newest(run) == 3
 
 
-@pytest.fixture
-def small_disk(lacking, tmp_path):
-    """Mount a file system of 2 MB; return its path."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpctrain-test", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        lacking("mount", done.stderr.strip())
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
 def test_checkpoint_on_a_full_disk(small_disk):
     """Fill a disk of 2 MB; save again when there is space."""
     run = RunDirectory(small_disk / "run")
@@ -443,8 +430,10 @@ def test_checkpoint_on_a_full_disk(small_disk):
             continue
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             writer.wait()
-        assert f"step {step} " in caught.value.found
-        assert caught.value.fixes[0].startswith("df -h ")
+        assert caught.value.code == "HT715"
+        assert f"the disk that holds {run.path} is full (" in caught.value.found
+        assert f"the checkpoint of step {step} could not be written" in caught.value.found
+        assert caught.value.fixes[0].startswith(f"df -h {run.path}, ")
         assert not temporaries(run)
         assert newest(run) == (3 if step == 4 else 1)
     filler.unlink()
@@ -452,6 +441,18 @@ def test_checkpoint_on_a_full_disk(small_disk):
     writer.close()
     assert newest(run) == 5
     assert run.steps() == [1, 3, 5]
+
+
+def test_checkpoint_on_a_disk_that_can_hold_no_more_files(small_disk):
+    run = RunDirectory(small_disk / "run")
+    save(run, 1, state_of(1), {})
+    subprocess.run(["mount", "-o", "remount,nr_inodes=16", str(small_disk)], check=True)
+    for number in range(os.statvfs(small_disk).f_favail):
+        (small_disk / str(number)).touch()
+    with pytest.raises(CheckpointError, match="can hold no more files") as caught:
+        save(run, 2, state_of(2), {})
+    assert caught.value.fixes[0].startswith("df -i ")
+    assert newest(run) == 1
 
 
 def test_checkpoint_directory_that_vanishes_and_returns(run):
@@ -471,7 +472,7 @@ def test_checkpoint_directory_that_vanishes_and_returns(run):
 
 
 @pytest.mark.parametrize("fails", range(1, 7))
-@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize("step", [2, 3])
 def test_checkpoint_failed_fsync_commits_nothing(run, monkeypatch, fails, number, step):
     """Fail one fsync of a save: of its three files, the manifest, the folder, or its parent."""
@@ -490,11 +491,13 @@ def test_checkpoint_failed_fsync_commits_nothing(run, monkeypatch, fails, number
         with pytest.raises(CheckpointError) as caught:
             save(run, step, state_of(step), {})
     assert os.strerror(number) in caught.value.found
-    commands = {
-        errno.EIO: (f"df -h {run.checkpoints}",),
-        errno.EDQUOT: ("quota -s", f"lfs quota -h {run.checkpoints} (on Lustre)"),
-    }
-    assert caught.value.fixes == commands[number]
+    code, command = {
+        errno.EIO: ("HT705", f"df -h {run.checkpoints}"),
+        errno.EDQUOT: ("HT715", "quota -s, "),
+        errno.EROFS: ("HT715", f"touch {run.path}/x, "),
+    }[number]
+    assert caught.value.code == code
+    assert caught.value.fixes[0].startswith(command)
     assert names(run) == ["step-00000001", "step-00000002"]
     assert manifest.stat().st_ino == before
     assert newest(run) == 2

@@ -418,20 +418,34 @@ def test_failed_checkpoint_is_reported_once(run, writer, log, monkeypatch):
         writer.save(3, {"model": torch.ones(3)}, {})  # does not raise the previous error
         writer._join()
         error = writer.failure()
+        for step in range(4, 10):
+            writer.save(step, {"model": torch.ones(3)}, {})
+        writer._join()
+        assert "step 9 could not be written" in writer.failure().found
     assert "step 3 could not be written" in error.found
     assert error.fixes[0].startswith("df -h")
-    assert error.code == "HT705"
+    assert error.code == "HT715"
     assert writer.failure() is None
     assert writer.committed == 1
-    errors = [r.message for r in log.records if r.levelname == "ERROR"]
-    assert len(errors) == 2
-    assert "fix:      df -h" in errors[0]
+    first, *others = [r.message for r in log.records if r.levelname == "ERROR"]
+    assert "fix:      df -h" in first
+    assert others == [
+        f"{count} checkpoints in a row could not be written, the last one of step {count + 1}"
+        for count in (2, 4, 8)
+    ]
     assert run.steps() == [1]
-    writer.save(4, {"model": torch.ones(3)}, {})
+    writer.save(10, {"model": torch.ones(3)}, {})
     writer.wait()
     assert writer.failure() is None
-    assert writer.committed == 4
+    assert writer.committed == 10
     assert writer.seconds >= before
+    assert log.messages[-1] == "the checkpoint of step 10 is written, after 8 that could not be"
+    monkeypatch.setattr(folder, "write", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+    for step in (11, 12):  # an error of another kind
+        writer.save(step, {"model": torch.ones(3)}, {})
+        writer._join()
+    assert "fix:      df -h" in log.messages[-2]
+    assert log.messages[-1].startswith("2 checkpoints in a row")
 
 
 def test_unknown_error_does_not_end_the_checkpoint_writer(run, writer, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 import hpctrain
 from hpctrain import __main__, rendezvous
 from hpctrain.cli import COMMANDS, main, parser_of
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import env_vars, visible_gpus
 from hpctrain.errors import StartError
 from hpctrain.errors.codes import codes
 
@@ -212,6 +212,20 @@ def test_explain_strict_turns_warnings_into_errors(monkeypatch, capsys):
         *(f"  or:       {fix}" for fix in others),
         f"  more:     hpctrain explain {warning['code']}",
     ]
+
+
+def test_explain_names_gpus_that_the_launch_leaves_idle(monkeypatch, capsys):
+    """The GPUs are stand-ins for device files."""
+    monkeypatch.setattr(visible_gpus, "here", lambda: ["0", "1", "2", "3"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["explain"]) == 0
+    assert "warning: 3 of the 4 GPUs on " in capsys.readouterr().out
+    for name, value in {"JOB_ID": "815", "NTASKS": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert main(["explain"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("warning: ") == 1, "idle GPUs follow from idle tasks"
+    assert "HT110" in output
 
 
 @pytest.mark.parametrize("spelt", [str.upper, str.lower])

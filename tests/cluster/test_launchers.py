@@ -441,7 +441,7 @@ def test_explain_says_why_variables_are_ignored():
     assert {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= reasons.keys()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & reasons.keys()
     reasons = {one.variable: one.reason for one in readings(BATCH) if one.reason}
-    assert reasons["SLURM_PROCID"] == "no SLURM_STEP_ID of a step that srun started"
+    assert reasons["SLURM_PROCID"] == "no SLURM_STEP_ID of a step whose task this is"
     reasons = {one.variable: one.reason for one in readings({**STEP, "HPCTRAIN_LAUNCHER": "none"})}
     assert reasons["SLURM_PROCID"] == "HPCTRAIN_LAUNCHER=none"
 

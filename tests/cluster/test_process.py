@@ -1,11 +1,13 @@
 """The arguments and the ancestors of a process, by which a launcher is detected."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 from launcher_env import launcher_variables
 
+from hpctrain.cluster import system
 from hpctrain.cluster.launchers import survey
 from hpctrain.cluster.launchers.ancestors import (
     LAUNCHING,
@@ -178,6 +180,16 @@ def test_job_that_a_notebook_or_a_shell_has_submitted_is_neither(step):
 def test_shell_of_srun_has_a_terminal():
     env = {**OWN, **OF_A_SHELL}
     assert in_step("0", terminal=True, **env).own(env) == env
+
+
+def test_task_of_srun_is_found_among_the_ancestors(monkeypatch):
+    for pid in (os.getpid(), os.getppid()):
+        monkeypatch.setenv("SLURM_TASK_PID", str(pid))
+        assert list(Process.current().task) == system.arguments(pid)
+    monkeypatch.setenv("SLURM_TASK_PID", "1")  # of another process
+    assert Process.current().task == ()
+    monkeypatch.delenv("SLURM_TASK_PID")
+    assert Process.current().task == ()
 
 
 def test_variables_of_a_launcher_below_the_batch_script_are_kept():

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shlex
 
+import environments
 import pytest
 from launcher_env import BATCH as JOB
 from launcher_env import changed
@@ -319,6 +320,54 @@ def test_torchrun_from_an_interactive_srun_shell_is_accepted():
     env = {**launcher_variables("slurm", 4), **launcher_variables("torchrun", 4)}
     assert "several trainings" in survey(env).waste.found
     assert survey({**env, "SLURM_PTY_PORT": "40000"}).waste is None  # srun --pty
+
+
+def in_a_shell_of_srun(typed, *task):
+    """Return the start of a command in the terminal of a task of `srun -n4 --pty`."""
+    env = {**environments.load("srun-block")["ranks"][0]["env"], "SLURM_PTY_PORT": "40000"}
+    return survey(env, Process(tuple(shlex.split(typed)), terminal=True, task=task))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ("bash", ""),  # as /proc shows it
+        ("/bin/bash", "-il"),
+        ("-zsh",),
+        ("fish", "--login"),
+        ("/venv/bin/python3.12", "-u"),
+        ("/venv/bin/python", "/venv/bin/ipython"),
+    ],
+)
+def test_command_in_a_shell_of_srun_is_no_rank(task):
+    """The other tasks have no terminal: their shells end at once, and no rank would come."""
+    start = in_a_shell_of_srun("python train.py --lr 1", *task)
+    assert (start.world.launcher, start.world.world_size) == ("none", 1)
+    assert (start.waste.code, start.waste.fixes[0]) == ("HT110", "hpctrain run train.py --lr 1")
+    assert "the other 3 of the 4 tasks" in start.waste.found
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ("python", "train.py", ""),
+        ("python", "-um", "train"),
+        ("bash", "train.sh", ""),
+        ("bash", "-lc", "python train.py"),
+        ("apptainer", "exec", "image.sif", "python", "train.py"),
+        (),  # it is hidden
+    ],
+    ids=str,
+)
+def test_task_of_srun_with_a_terminal_is_a_rank(task):
+    start = in_a_shell_of_srun("python train.py", *task)
+    assert (start.world.launcher, start.world.rank, start.waste) == ("slurm", 0, None)
+
+
+def test_ranks_of_torchrun_in_a_shell_of_srun_are_ranks():
+    env = {**STEP, "SLURM_PTY_PORT": "40000", **launcher_variables("torchrun", 4)}
+    start = survey(env, Process(terminal=True, task=("bash",)))
+    assert (start.world.launcher, start.waste, start.stray) == ("torchrun", None, None)
 
 
 def test_variables_of_an_outer_launcher_are_refused():

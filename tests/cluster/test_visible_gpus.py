@@ -5,6 +5,7 @@ import re
 import pytest
 
 from hpctrain.cluster import visible_gpus
+from hpctrain.cluster.job import Allocation
 from hpctrain.errors import ContradictionError
 
 WHOLE = "GPU-5f7c1f4e-3b6a-4bb1-9f0e-111111111111"
@@ -158,3 +159,38 @@ def test_nvidia_gpus_are_counted_by_device_files(device_files):
 def test_amd_gpus_are_counted_by_simd_units(device_files):
     device_files(nodes=(0, 0, 304, 120))
     assert visible_gpus.here() == ["0", "1"]
+
+
+JOB = Allocation("slurm", "815", tasks=1, gpus=4)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "job", "ranks", "seen", "found", "fix"),
+    [
+        ("none", None, 1, 4, "3 of the 4 GPUs", "hpctrain run --nproc-per-node auto SCRIPT"),
+        ("none", JOB, 1, 4, "3 of the 4 GPUs", "hpctrain run --nproc-per-node auto SCRIPT"),
+        ("slurm", JOB, 1, 4, "3 of the 4 GPUs", "#SBATCH --ntasks-per-node=4, without --ntasks"),
+        ("slurm", JOB, 2, 2, "2 of the 4 GPUs", "#SBATCH --ntasks-per-node=4, without --ntasks"),
+        ("openmpi", None, 2, 3, "1 of the 3 GPUs", "start 3 ranks on each node"),
+    ],
+)
+def test_gpus_that_a_launch_leaves_idle(launcher, job, ranks, seen, found, fix):
+    warning = visible_gpus.idle(launcher, job, {"node1": (ranks, seen)})
+    assert (warning.code, warning.fixes[0]) == ("HT120", fix)
+    assert warning.found == f"{found} on node1 are idle, as each rank uses one"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "job", "ranks", "seen"),
+    [
+        ("none", None, 1, 0),
+        ("none", None, 1, 1),
+        ("none", JOB, 1, 1),  # one of several trainings in a job, each with its own GPU
+        ("slurm", JOB, 4, 4),
+        ("slurm", JOB, 4, 1),
+        ("slurm", JOB, 1, 1),
+        ("slurm", JOB, 8, 4),  # refused elsewhere
+    ],
+)
+def test_launch_that_leaves_no_gpu_idle(launcher, job, ranks, seen):
+    assert visible_gpus.idle(launcher, job, {"node1": (ranks, seen)}) is None

@@ -12,7 +12,7 @@ import fake_slurm
 import pytest
 from fake_slurm import job
 
-from hpctrain import cli
+from hpctrain import cli, rundir
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_tables, lookup, run_progress, slurm_reasons
@@ -429,6 +429,21 @@ def test_job_refused_in_the_run_directory_of_another_one_does_not_show_its_figur
     # While it waits, the run that it will continue is its own.
     fake.jobs(job("71", State="PENDING", NodeList="", **own))
     assert "0.25" in run_status(capsys, "71").out
+
+
+def test_status_of_a_failed_job_names_a_disk_that_is_full_now(fake, capsys, monkeypatch):
+    """Neither the run nor the log could record it."""
+    make_run("train-70", label="70")
+    monkeypatch.setattr(rundir, "full_now", lambda folder: f"the disk that holds {folder} is full")
+    failed = job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd())
+    fake.jobs(failed, job("71", WorkDir=os.getcwd()))
+    output = run_status(capsys, "71", "70").out
+    assert output.count("cause:    the disk that holds ") == 1
+    assert "/runs/train-70 is full\n" in output
+    make_run("alone", step=3)  # without a job, its end is not known
+    make_run("done", "done")
+    output = run_status(capsys, "alone", "done").out
+    assert output.count("cause: ") == output.count("runs/alone is full\n") == 1
 
 
 def test_status_finds_run_that_later_job_resumes(fake):

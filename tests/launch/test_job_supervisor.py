@@ -5,6 +5,7 @@ tests/training/test_resume_on_slurm.py real ones.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import queue
@@ -12,6 +13,7 @@ import re
 import signal
 import stat
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import pytest
 
 from hpctrain import rundir
 from hpctrain.cli import main
-from hpctrain.errors import ContradictionError, StartError, UsageError, exit_codes
+from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError, exit_codes
 from hpctrain.errors.exit_codes import MOST_FRUITLESS
 from hpctrain.launch import job_state, job_supervisor, starts
 from hpctrain.launch.end import End
@@ -339,6 +341,49 @@ def test_failure_after_a_checkpoint_is_tried_again_on_all_hosts(tmp_path, capsys
         r"hpctrain: attempt 2: 3 of 3 hosts; from step 10 on \(\d\d:\d\d:\d\d\)\n",
         output,
     )
+
+
+def test_failure_of_a_full_disk_is_not_tried_again_and_blames_no_host(tmp_path, capsys):
+    first = failed(1, rank=0, error="HT715", brief="the disk that holds run is full")
+    exit_status, hosts = run_attempts(tmp_path, ended(1, step=10, first=first))
+    assert exit_status == (1, "rank 0 on node2 failed, the disk that holds run is full")
+    assert len(hosts.plans) == 1
+    assert not host_ledger.LEDGER.exists()
+    assert "given up" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Return a function after which nothing can be written below a folder."""
+
+    def fill(*names):
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        for owner, name in names:
+            monkeypatch.setattr(owner, name, full)
+
+    return fill
+
+
+def test_launch_on_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, full_disk):
+    full_disk((tempfile, "TemporaryFile"))
+    directory = rundir.RunDirectory(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"is full .*: the files of this launch") as caught:
+        run(Hosts(directory, ended(0)))
+    assert caught.value.code == "HT715"
+    assert not list(directory.path.iterdir())
+
+
+def test_end_that_a_full_disk_does_not_record_keeps_the_exit_code(tmp_path, capsys, full_disk):
+    directory = rundir.RunDirectory(tmp_path / "run")
+    rundir.replace(directory.identity, "{}")
+    full_disk((rundir, "replace"), (Path, "touch"))
+    exit_status, _ = run_attempts(tmp_path, ended(None, first=failed(3)))
+    assert exit_status[0] == 3
+    assert f"{directory.summary} could not be written: [Errno 28]" in capsys.readouterr().err
+    exit_status, _ = run_attempts(tmp_path, ended(0), received=[signal.SIGUSR2])
+    assert "the run cannot be stopped by a file: [Errno 28]" in capsys.readouterr().err
 
 
 def test_program_without_a_session_is_started_again_only_with_retry(tmp_path):

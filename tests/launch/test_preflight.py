@@ -1,6 +1,8 @@
 """Check of a host before its ranks start."""
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,26 @@ def test_job_without_gpus_asks_no_driver(driver):
 
 def test_shared_folder_that_is_not_mounted():
     assert preflight.check(HERE / "none", {}) == "none cannot be written: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (errno.ENOSPC, ""),
+        (errno.EDQUOT, ""),
+        (errno.EROFS, ". cannot be written: Read-only file system"),
+    ],
+)
+def test_full_shared_folder_is_not_the_fault_of_a_host(monkeypatch, number, found):
+    real = tempfile.TemporaryFile
+
+    def full(dir):
+        if dir == str(HERE):
+            raise OSError(number, os.strerror(number))
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert preflight.check(HERE, {}) == found
 
 
 def test_little_memory_room_and_a_wrong_result(monkeypatch):

@@ -3,6 +3,7 @@
 tests/jobs/test_sbatch_script_on_slurm.py and tests/training/test_resume_on_slurm.py use a real one.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -24,9 +25,10 @@ from fake_slurm import job
 
 from hpctrain import rundir
 from hpctrain.cli import main
+from hpctrain.cluster.launchers import Process
 from hpctrain.launch import slurm_job
 from hpctrain.launch.supervisor import SECONDS_OF_ONE_SIGNAL
-from hpctrain.rundir import effective_time
+from hpctrain.rundir import effective_time, host_ledger
 
 EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
 # Runs what follows its options as the task of a step on one host.
@@ -437,6 +439,18 @@ def test_shell_or_notebook_in_a_task_of_srun_is_no_rank(slurm, agent, monkeypatc
     assert "requeue" not in str(calls(slurm))
 
 
+def test_shell_of_srun_starts_the_ranks_of_the_job(slurm, monkeypatch):
+    shell = Process(terminal=True, task=("bash", ""))
+    monkeypatch.setattr(Process, "current", lambda: shell)
+    monkeypatch.delenv("ENVIRONMENT")
+    for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID", "PTY_PORT"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert run("echo ran >ran; exit 75", "--run-dir", "mine") == 75
+    assert Path("ran").exists()
+    assert not calls(slurm)
+
+
 def records(**ranks):
     """Return lines of sh by which ranks of a step with `--direct` record failures."""
     lines = []
@@ -481,6 +495,56 @@ def test_killed_rank_goes_on_from_the_newest_checkpoint(agent):
     done = faults.start(2, "--epochs", "1", run="quiet")
     assert done.code == 0
     faults.same("run", "quiet", twice=2)
+
+
+# Takes more checkpoints than its disk has room for, from the third epoch on.
+FILLS_ITS_DISK = """
+import contextlib, torch, hpctrain
+with hpctrain.Session(batch_size=2, workers=0, checkpoint_every=2, device="cpu") as session:
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+    loader = session.loader(data)
+    with session.run() as run:
+        for epoch in run.epochs(10):
+            if epoch == 2 and session.is_main:
+                filler = open(run.directory.path / "filler", "wb", 0)
+                with contextlib.suppress(OSError):
+                    while True:
+                        filler.write(bytes(4096))
+            for (batch,) in run.batches(loader):
+                session.step(model(batch).square().mean())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_full_disk_is_two_messages_one_attempt_and_no_traceback(slurm, agent, small_disk):
+    """Fill the disk of the run directory during a job, and launch the job again on it."""
+    Path("train.py").write_text(FILLS_ITS_DISK)
+    words = ("--nproc-per-node", "2", "train.py", "--run-dir", f"{small_disk}/run")
+    output = agent(*words, code=1)
+    full = f"the disk that holds {small_disk}/run is full ("
+    lines = output.splitlines()
+    assert "Traceback" not in output
+    assert "attempt 2" not in output
+    assert "exclude" not in output
+    assert sum(line.startswith(f"0: hpctrain: {full}") for line in lines) == 1
+    assert sum(f"hpctrain: error: {full}" in line for line in lines) == 1
+    assert sum("failed first" in line and full in line for line in lines) == 1
+    assert output.count("fix:") == 2
+    assert len(lines) < 40
+    assert not host_ledger.LEDGER.exists()
+    run = rundir.RunDirectory(small_disk / "run")
+    assert max(run.steps()) < 20
+    with open(run.path / "filler", "ab", 0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    again = agent(*words, code=1)
+    assert "the files of this launch could not be written (No space left on device)" in again
+    assert (again.count("fix:"), again.count("Traceback")) == (1, 0)
+    assert not list(run.path.glob(".launch-*"))
+    (run.path / "filler").unlink()
 
 
 @pytest.mark.slow

@@ -276,6 +276,19 @@ def test_progress_bar_leaves_a_usable_terminal_after_a_kill(how, expected):
         assert "after it" in lines_of(text)
 
 
+def test_log_file_that_cannot_be_made_is_told_once_and_made_later(tmp_path, capsys):
+    (tmp_path / "logs").touch()
+    handler = logging.add_log_file(tmp_path / "logs" / "rank-0.log")
+    try:
+        logging.logger.warning("one")
+        assert capsys.readouterr().err.count("rank-0.log cannot be written: ") == 1
+        (tmp_path / "logs").unlink()
+        logging.logger.warning("two")
+    finally:
+        logging.remove_log_file(handler)
+    assert (tmp_path / "logs" / "rank-0.log").read_text().endswith("two\n")
+
+
 def test_log_with_names_that_are_not_utf8(tmp_path, capsys):
     handler = logging.add_log_file(tmp_path / "rank-0.log")
     try:

@@ -5,7 +5,9 @@ torch would return there.
 """
 
 import os
+import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -17,6 +19,8 @@ from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
 from hpctrain.precision import PRECISIONS, PrecisionSettings, open_precision
 from hpctrain.process import device
+from hpctrain.rendezvous import Roster
+from hpctrain.training import setup
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 SLICES = tuple(f"MIG-0a1b2c3d-3b6a-4bb1-9f0e-00000000000{n}" for n in range(4))
@@ -220,6 +224,136 @@ def test_gpu_that_torch_cannot_use_is_a_warning_outside_of_a_job():
     assert "nvidia-smi" in line
     (lines,) = ranks.values(ranks.run(1, warnings_of_session, env={CUDA: ""}))
     assert lines == []
+
+
+# GPUs that no rank uses. The numbers of devices are stand-ins: no machine of the tests has them.
+
+
+def warnings_with(kind, count, option="auto"):
+    """Open a session where torch finds devices of a kind; return device and warnings by rank."""
+    import logging
+
+    lines = []
+
+    class KeepMessages(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logging.getLogger("hpctrain").addHandler(KeepMessages(logging.WARNING))
+    if not hasattr(torch, kind):
+        setattr(torch, kind, SimpleNamespace())
+    getattr(torch, kind).is_available = lambda: True
+    getattr(torch, kind).device_count = lambda: count
+    with hpctrain.Session(batch_size=1, start_timeout=30, device=option) as session:
+        return session.device.type, lines
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu"])
+def test_accelerators_that_torch_finds_and_no_rank_uses_are_named_once(kind):
+    first, second = ranks.values(ranks.run(2, warnings_with, kind, 12))
+    assert (first[0], second) == ("cpu", ("cpu", []))
+    (line,) = first[1]
+    assert line.startswith(f"torch finds 12 devices of type {kind}, and hpctrain does not use them")
+    assert "--device cpu" in line
+
+
+def test_accelerators_that_the_user_does_not_want_are_not_named():
+    assert ranks.values(ranks.run(1, warnings_with, "xpu", 12, "cpu")) == [("cpu", [])]
+    env = {CUDA: ""}
+    assert ranks.values(ranks.run(1, warnings_with, "xpu", 12, env=env)) == [("cpu", [])]
+
+
+def test_accelerator_of_a_package_that_extends_torch_is_named(monkeypatch):
+    current = SimpleNamespace(type="quantum")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: current)
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(torch, "quantum", module, raising=False)
+    assert "2 devices of type quantum" in device.passed_over({}).found
+    monkeypatch.delattr(torch, "accelerator")  # before torch 2.6
+    assert device.passed_over({}) is None
+
+
+def idle_of_session(backend, seen):
+    """Compare ranks as rank 0 does, if each of them sees a number of GPUs; return the warnings."""
+    hosts = ("node1", "node2")[: len(seen)]
+    of_ranks = [node for node, (count, _) in enumerate(seen) for _ in range(count)]
+    entries = tuple({"visible_gpus": seen[node][1]} for node in of_ranks)
+    roster = Roster(entries, (), hosts, tuple(of_ranks), 0)
+    world = World(0, len(of_ranks), 0, seen[0][0], 0, len(seen), hosts, "torchrun")
+    start = SimpleNamespace(world=world, allocation=None)
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "warn", lambda error: lines.append(error.found))
+        patch.setattr(setup.consistency, "check", lambda *_: None)
+        patch.setattr(setup, "divide", lambda *_: [])
+        setup._check(start, backend, 0, roster)
+    return lines
+
+
+def test_gpus_that_ranks_see_and_do_not_use_are_named_for_all_nodes():
+    both = "4 of the 8 GPUs on node1 and node2 are idle"
+    assert idle_of_session("ddp", [(2, 4), (2, 4)]) == [f"{both}, as each rank uses one"]
+    assert "1 of the 3 GPUs on node2" in idle_of_session("ddp", [(4, 4), (2, 3)])[0]
+    assert idle_of_session("ddp", [(4, 4), (4, 4)]) == []
+    assert idle_of_session("dataparallel", [(1, 4)]) == []  # it uses all of them
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [
+        ("2.7.1+cu126", False),
+        ("2.9.1", False),
+        ("2.9.0a0+git1a2b", False),
+        ("1.13.1", False),
+        ("2.10.0", True),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", True),
+        ("2.10.0.dev20251001+rocm6.4", True),
+        ("2.11.0+xpu", True),
+        ("3.0.0", True),
+        ("unknown", True),
+    ],
+)
+def test_torch_that_is_too_old_is_refused(version, accepted):
+    if accepted:
+        device.check_torch(version, "/site/torch")
+        return
+    with pytest.raises(
+        hpctrain.HpctrainError, match=f"torch {re.escape(version)} in /site/to"
+    ) as e:
+        device.check_torch(version, "/site/torch")
+    assert (e.value.code, e.value.exit_code) == ("HT121", 2)
+    assert "'torch>=2.10'" in e.value.fixes[0]
+
+
+def open_with_version(version, rank):
+    if hpctrain.detect().rank == rank:
+        torch.__version__ = version
+    return open_session()
+
+
+def test_session_of_a_torch_that_is_too_old_is_refused_on_all_ranks():
+    results = ranks.run(2, open_with_version, "2.7.1+cu126", 1)
+    check_refused(results, "rank 1 on node1: torch 2.7.1+cu126 in ", "HT121")
+
+
+def bound(rank, seen=2, on_node=4):
+    """Return the GPU of one of four ranks on a node, or its error."""
+    world = World(rank, 4, rank, 4, 0, 1, ("node1",), "slurm")
+    try:
+        return device.index_of(world, seen, on_node)
+    except hpctrain.HpctrainError as error:
+        return error
+
+
+def test_ranks_that_see_some_gpus_of_their_node_are_told_so():
+    """Test `srun --gpu-bind=closest`: two ranks see GPUs 2 and 3, and two see 0 and 1."""
+    assert [bound(0), bound(1), bound(2, seen=1), bound(3, seen=4)] == [0, 1, 0, 3]
+    assert "local rank 2 sees 2 GPUs" in bound(2).found
+    assert "some of its 4 GPUs, as with --gpu-bind=closest" in bound(2).found
+    assert "--gpu-bind=none" in bound(2).fixes[0]
+    assert bound(2).code == bound(2, on_node=2).code == "HT113"
+    assert bound(2, on_node=2).fixes[0] == "start 2 ranks on each node"
 
 
 # The GPU of a Mac, of which torch says here that it is there.

@@ -1,5 +1,8 @@
 """Failure records decide which rank shows its traceback."""
 
+import errno
+import os
+
 import pytest
 
 from hpctrain.cluster.env_vars import EVIDENCE, HOSTNAME
@@ -16,6 +19,15 @@ def test_first_rank_alone_shows_its_traceback(tmp_path):
 @pytest.mark.parametrize("env", [{}, {EVIDENCE: ""}, {EVIDENCE: "/nowhere"}])
 def test_each_rank_shows_its_traceback_without_a_writable_folder(env):
     assert all(failure_record.shows(env) for _ in range(2))
+
+
+def test_one_rank_shows_its_traceback_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    env = {EVIDENCE: str(tmp_path)}
+    assert [failure_record.shows(env) for _ in range(2)] == [True, False]
 
 
 def test_each_text_is_shown_by_one_rank(tmp_path):

@@ -5,9 +5,11 @@ import json
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hpctrain import rundir
 from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory, append, create, replace
 from hpctrain.rundir.exit_status import read_exit_status, write_exit_status
@@ -166,3 +168,43 @@ def test_runs_that_other_programs_put_into_the_folder_are_not_progress_of_the_sc
     add("fold-1", 5, in_folder_of_name=True)
     assert directory.furthest() == 25
     assert [run.path.name for run in directory.runs()] == ["fold-0", "fold-1", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("number", "free", "files", "found"),
+    [
+        (errno.ENOSPC, 7, 9, "is full (7,000 bytes free): its lock could not be written"),
+        (errno.ENOSPC, 7, 0, "can hold no more files (0 inodes free): its lock"),
+        (errno.EDQUOT, 7, 9, "is used up: its lock could not be written"),
+        (errno.EROFS, 7, 9, "is read-only: its lock could not be written"),
+        (errno.EIO, 0, 0, None),
+        (errno.EACCES, 0, 0, None),
+    ],
+)
+def test_error_of_a_disk_that_takes_no_more_data(monkeypatch, tmp_path, number, free, files, found):
+    room = SimpleNamespace(f_bavail=free, f_frsize=1000, f_favail=files, f_files=9)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    folder = tmp_path / "not" / "there"
+    error = rundir.no_room(folder, "its lock", OSError(number, os.strerror(number)))
+    if found is None:
+        assert error is None
+        return
+    assert error.code == "HT715"
+    assert f"that holds {folder} {found}" in error.found
+    assert os.strerror(number) in error.found
+    assert error.fixes
+
+
+@pytest.mark.parametrize(
+    ("free", "files", "all_files", "found"),
+    [
+        (2000, 9, 9, ""),
+        (2000, 0, 0, ""),  # a file system that counts no files
+        (7, 9, 9, "is full now (7,000 bytes free)"),
+        (2000, 0, 9, "is full now (0 inodes free)"),
+    ],
+)
+def test_disk_that_is_full_now(monkeypatch, tmp_path, free, files, all_files, found):
+    room = SimpleNamespace(f_bavail=free, f_frsize=1000, f_favail=files, f_files=all_files)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    assert rundir.full_now(tmp_path) == (found and f"the disk that holds {tmp_path} {found}")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import hpctrain
+from hpctrain._version import OLDEST_TORCH
 
 TOP = Path(__file__).resolve().parents[2]
 IMPORTS = """
@@ -114,6 +115,7 @@ def test_conda_recipe_says_what_setup_cfg_says():
     setup.read(TOP / "setup.cfg")
     options = setup["options"]
     needed = [line for line in options["install_requires"].splitlines() if line]
+    assert f"torch >={OLDEST_TORCH}.0a0" in needed
     needed = [line.replace("torch ", "pytorch ") for line in needed]
     needed.append(f"python {options['python_requires']}")
     assert sorted(recipe["requirements"]["run"]) == sorted(needed)

@@ -215,6 +215,26 @@ def test_doctor_reports_a_gpu_that_a_session_refuses(two_gpus, monkeypatch):
     assert level(found["GPUs"], "devices unavailable") == PROBLEM
 
 
+def test_doctor_names_accelerators_that_no_rank_uses(two_gpus, monkeypatch):
+    from hpctrain.process import device
+
+    warning = UsageError("HT120.unsupported", kind="xpu", count=12)
+    monkeypatch.setattr(device, "passed_over", lambda _: warning)
+    chosen = SimpleNamespace(type="cpu", index=None)
+    used, found = examine_gpus(two_gpus, monkeypatch, lambda *_: chosen)
+    assert used is chosen
+    assert level(found["GPUs"], "12 devices of type xpu") == WARNING
+
+
+def test_doctor_names_a_torch_that_is_too_old(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    module, found = machine.import_torch()
+    assert module is torch, "the other checks need it"
+    assert (level(found, "torch 2.7.1+cu126 in "), found.code) == (PROBLEM, "HT121")
+
+
 # limits of the system
 
 

@@ -117,7 +117,7 @@ def open_with_difference(difference):
     """Open a session in which rank 2 differs from the others."""
     rank = hpctrain.detect().rank
     if rank == 2 and difference == "torch":
-        torch.__version__ = "2.6.0"
+        torch.__version__ = "99.0.0"
     sys.argv = ["other.py"] if rank == 2 and difference == "script" else ["train.py"]
     hpctrain.Session(batch_size=1, seed=int(rank == 2 and difference == "--seed"), start_timeout=20)
 

@@ -1,7 +1,7 @@
 """Facts about the start of a process that are not in its environment.
 
-These are its arguments, its host, its ancestors, and whether multiprocessing started it. The last
-two are not always known. Then no process is refused because of them.
+These are its arguments, its host, its ancestors, its terminal, and whether multiprocessing started
+it. Ancestors and parents are not always known. Then no process is refused because of them.
 """
 
 import itertools
@@ -16,13 +16,22 @@ from dataclasses import dataclass, field, replace
 
 from hpctrain.cluster import env_vars, system
 
-__all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
+__all__ = [
+    "CONTROL_PORT",
+    "IN_A_SHELL",
+    "LOCAL_RANK_ARGUMENT",
+    "PARENT",
+    "SLURM_STEP",
+    "Ancestor",
+    "Process",
+]
 
 # Facts that a launcher reads with the variables, under names that no variable can have.
 LOCAL_RANK_ARGUMENT = "--local-rank"  # argument from the old torch.distributed.launch
 PARENT = "--launching-process"  # `name/pid` of the nearest ancestor that launches ranks
 SLURM_STEP = "--slurm-step"  # `job.step` of slurmstepd; the step is a number, batch, extern, …
 CONTROL_PORT = "--control-port"  # port of the mpiexec that started hydra_pmi_proxy here
+IN_A_SHELL = "--in-a-shell"  # program of `srun --pty` that a person types to, such as bash
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank(?:=(.*))?\Z", re.DOTALL)
 # Python options with a value, separate or combined with others: `-X dev`, `-um MODULE`.
@@ -49,6 +58,10 @@ LAUNCHING = {
     "flux-shell": "flux",
     "palsd": "pals",
 }
+
+# Programs that a person types to, if they get only options: no script, module or command.
+_TYPED_TO = re.compile(r"(?:(?:ba|da|fi|k|tc|c|z)?sh|i?python[0-9.]*)\Z")
+_ONLY_AN_OPTION = re.compile(r"--|-[^cm]*\Z")
 
 _OF_SLURM = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_")
 # Variables that only ranks have, by their launcher.
@@ -90,6 +103,7 @@ class Process:
             if it was started in another way.
         host: name of this host.
         terminal: whether the process has a controlling terminal.
+        task: command line of the task of srun that this process is, or descends from.
         repeats: whether multiprocessing runs the script of the parent again in this process, to
             import it.
     """
@@ -99,6 +113,7 @@ class Process:
     inherited: Mapping[str, str] | None = None
     host: str = ""
     terminal: bool = False
+    task: tuple[str, ...] = ()
     repeats: bool = False
 
     @classmethod
@@ -111,6 +126,7 @@ class Process:
             inherited,
             socket.gethostname(),
             _has_terminal(),
+            _task(),
             _repeats(),
         )
 
@@ -156,6 +172,8 @@ class Process:
                 facts[SLURM_STEP] = f"{step[1]}.{step[2]}"
             if self.launched_by.control:
                 facts[CONTROL_PORT] = self.launched_by.control
+        if self.terminal and (shell := _typed_to(self.task)):
+            facts[IN_A_SHELL] = shell
         return facts
 
 
@@ -204,6 +222,27 @@ def _script(arguments: Sequence[str]) -> str:
         elif not argument.startswith("-"):
             return argument.rpartition("/")[2]
     return ""
+
+
+def _task() -> tuple[str, ...]:
+    # slurmd sets it in each task. Slurm's own processes may be hidden (hidepid of /proc).
+    pid, task = os.getpid(), os.environ.get("SLURM_TASK_PID", "")
+    with suppress(OSError):  # the system shows no more ancestors
+        while task and pid > 1:
+            if str(pid) == task:
+                return tuple(system.arguments(pid))
+            pid = system.stat(pid).parent
+    return ()
+
+
+def _typed_to(command: Sequence[str]) -> str:
+    """Return the program of a command line that a person types to; "" for another one."""
+    names = [word.rpartition("/")[2] for word in command if word]
+    if names[1:2] == ["ipython"]:  # a script of Python
+        del names[0]
+    name = names[0].removeprefix("-") if names else ""  # of a login shell
+    only_options = all(map(_ONLY_AN_OPTION.match, names[1:]))
+    return name if _TYPED_TO.match(name) and only_options else ""
 
 
 def _has_terminal() -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
-from hpctrain.cluster.launchers.ancestors import LAUNCHING, SLURM_STEP, Process
+from hpctrain.cluster.launchers.ancestors import IN_A_SHELL, LAUNCHING, SLURM_STEP, Process
 from hpctrain.cluster.launchers.base import Claims, Environ, RendezvousPoint, host_list
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
@@ -40,11 +40,13 @@ def idle(
         return None
     if world.launcher != "none":
         return UsageError("HT110.too-few-ranks", world=world, job=job)
-    idle = job.tasks - 1
-    if any("ipykernel" in argument for argument in process.arguments):
-        return UsageError("HT110.notebook-trains-alone", idle=idle, job=job)
+    key, shell = "HT110.trains-alone", process.facts().get(IN_A_SHELL)
     command = shlex.join(process.arguments) or "COMMAND"
-    return UsageError("HT110.trains-alone", idle=idle, job=job, command=command)
+    if any("ipykernel" in argument for argument in process.arguments):
+        key = "HT110.notebook-trains-alone"
+    elif shell:
+        key, command = "HT110.in-a-shell-of-srun", _program(process)
+    return UsageError(key, idle=job.tasks - 1, job=job, command=command, shell=shell)
 
 
 def elsewhere(

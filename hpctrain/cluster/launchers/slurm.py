@@ -1,7 +1,8 @@
 """The launcher srun, which starts the tasks of a Slurm step.
 
 The shells of sbatch and salloc are not tasks. They have the job's variables, also SLURM_PROCID=0,
-but not the id of a step that srun started.
+but not the id of a step that srun started. The shell of `srun --pty` is a task, but what a person
+starts in it is not: the shells of the other tasks have no terminal, and end at once.
 
 Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 """
@@ -12,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from hpctrain.cluster.hostlist import compress
-from hpctrain.cluster.launchers.ancestors import SLURM_STEP
+from hpctrain.cluster.launchers.ancestors import IN_A_SHELL, SLURM_STEP
 from hpctrain.cluster.launchers.base import Claim, Claims, Environ, Launcher, host_list
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError
@@ -39,7 +40,7 @@ class SlurmStep(Launcher):
 
     name = "slurm"
     marks = ("SLURM_STEP_ID",)
-    recognised_by = "SLURM_STEP_ID of a step that srun started"
+    recognised_by = "SLURM_STEP_ID of a step whose task this is"
     reason = "before env://: batch scripts export RANK and MASTER_ADDR on top of srun"
     variables = {
         "rank": ("SLURM_PROCID",),
@@ -62,7 +63,7 @@ class SlurmStep(Launcher):
         looks like a task. The title of slurmstepd, if visible, shows the difference.
         """
         step = env.get("SLURM_STEP_ID", "")
-        if not _STEP.match(step) or int(step) >= _FIRST_OWN_STEP:
+        if not _STEP.match(step) or int(step) >= _FIRST_OWN_STEP or env.get(IN_A_SHELL):
             return False
         job, _, title = env.get(SLURM_STEP, "").partition(".")
         # The slurmstepd of another job is ignored, as under `hpctrain run --as slurm`.

@@ -26,7 +26,7 @@ from typing import Self
 
 from hpctrain.cluster.job import Allocation
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError
-from hpctrain.rundir import RunDirectory
+from hpctrain.rundir import RunDirectory, no_room
 from hpctrain.rundir.lock.liveness import refuse_if_alive
 from hpctrain.rundir.lock.record import CAREFULLY, Owner, look, myself, put, turn
 
@@ -69,6 +69,7 @@ class Lock:
         Raises:
             UsageError: another start owns the directory and is, or may be, alive; several starts
                 compete for it; or it cannot be written.
+            CheckpointError: its file system takes no more data.
         """
         path = directory.lock
         this_start = myself(job, env)
@@ -85,7 +86,9 @@ class Lock:
                     if unchanged and put(path, current, text, this_start):
                         return cls(directory, this_start, clock)
         except OSError as error:
-            raise UsageError("HT702.cannot-lock", directory=directory, error=error) from None
+            raise no_room(directory.path, "its lock", error) or UsageError(
+                "HT702.cannot-lock", directory=directory, error=error
+            ) from None
         raise UsageError("HT703.simultaneous-launches", directory=directory)
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from hpctrain._version import __version__
 from hpctrain.cluster import commands, env_vars, system, visible_gpus
 from hpctrain.cluster.launchers import Start
 from hpctrain.cluster.texts import first_line
-from hpctrain.errors import HpctrainError, StartError
+from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.process import file_limit
 from hpctrain.rendezvous import interfaces
 from hpctrain.tools.doctor.report import Finding, finding
@@ -106,12 +106,19 @@ def import_torch() -> tuple[ModuleType | None, str | Finding]:
         torch = importlib.import_module("torch")
         cuda, hip = torch.version.cuda, torch.version.hip
         build = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU build"
-        return torch, f"{torch.__version__}, {build}"
+        version, folder = str(torch.__version__), os.path.dirname(str(torch.__file__))
     except Exception as error:  # a broken installation may raise any error
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return None, finding("torch.missing", python=sys.executable)
         text = f"{type(error).__name__}: {first_line(error)}"
         return None, finding("torch.broken", python=sys.executable, error=text)
+    from hpctrain.process import device
+
+    try:
+        device.check_torch(version, folder)
+    except UsageError as error:
+        return torch, Finding.of("torch", error)
+    return torch, f"{version}, {build}"
 
 
 def check_gpus(
@@ -141,6 +148,8 @@ def check_gpus(
     except RuntimeError as failure:  # from CUDA
         unusable = StartError("HT615.gpu-unusable", reason=first_line(failure))
         return None, {"GPUs": Finding.of("GPUs", unusable)}
+    if chosen.type == "cpu" and (unused := device.passed_over(env)):
+        return chosen, {"GPUs": Finding.of("GPUs", unused, "warning")}
     count = torch.cuda.device_count() if chosen.type == "cuda" else 0
     why = device.no_gpu_reason([]) if here and not count else ("", ())
     of_job = start.allocation.gpus if start.allocation else None

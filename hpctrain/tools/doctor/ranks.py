@@ -1,6 +1,7 @@
 """The whole examination: this machine, and then the ranks of a launch and sums over them."""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -57,7 +58,7 @@ def examine(run: str | None, timeout: float, as_json: bool) -> int:
         announce = logger.warning if world.rank else logger.info
         try:
             # As in the Session, but no rank is refused for its findings.
-            store = backends.agent_store(point, timeout) if "torch" in facts else None
+            store = backends.agent_store(point, timeout) if "torch" in sys.modules else None
             met = rendezvous.meet(
                 world, point, entry, timeout, announce, check=_decide, store=store, folder=directory
             )
