@@ -10,7 +10,7 @@ from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import StartError, exit_codes
-from hpctrain.jobs import lookup, run_progress
+from hpctrain.jobs import job_facts, job_status
 
 __all__ = ["add"]
 
@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # Look up all jobs before cancelling the first.
-    for named in lookup.own_jobs(arguments.names, os.environ, active_first=True):
+    for named in job_status.own_jobs(arguments.names, os.environ, active_first=True):
         try:
             _cancel(named)
         except slurm.NoAnswerError as error:
@@ -35,15 +35,15 @@ def _main(arguments: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _cancel(named: lookup.Named) -> None:
+def _cancel(named: job_status.Named) -> None:
     active_jobs = [job for job in named.jobs if job.active]
     if not active_jobs:
-        from hpctrain.jobs.failures import in_words
+        from hpctrain.jobs.job_facts import state_text
 
-        state = in_words(named.jobs[0].state, named.jobs[0].code)
+        state = state_text(named.jobs[0].state, named.jobs[0].code)
         put(f"job {named.label} has ended already: {state}\n")
         return
-    runs = [run_progress.run_of(job, os.environ) for job in active_jobs]
+    runs = [job_facts.run_of(job, os.environ) for job in active_jobs]
     slurm.cancel([named.label], os.environ)
     put(f"job {named.label} ({printable(active_jobs[0].name)}) is cancelled\n")
     for run in runs:

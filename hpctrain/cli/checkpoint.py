@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.cli.argument_types import RUN
 from hpctrain.errors import CheckpointError
-from hpctrain.jobs import job_tables, lookup
+from hpctrain.jobs import job_status, job_watching
 
 __all__ = ["add"]
 
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     loading = importlib.import_module("hpctrain.checkpoint.loading")
-    directory = lookup.only_run(arguments.run, os.environ)
+    directory = job_status.only_run(arguments.run, os.environ)
     found: dict[int, Path] = loading.places(directory)
     steps = ", ".join(map(str, found)) or "none"
     if arguments.step is not None:
@@ -52,7 +52,7 @@ def _main(arguments: argparse.Namespace) -> int:
             rows.append(_row(step, loading.read_manifest(folder, step), damage))
         except CheckpointError:
             rows.append((f"{step:,}", "", "", "", "", "damaged"))
-    sys.stdout.write(job_tables.aligned(rows))
+    sys.stdout.write(job_watching.aligned(rows))
     for text in damaged:
         sys.stdout.write(f"damaged: {text}\n")
     if arguments.step is not None and not damaged:
@@ -93,4 +93,4 @@ def _print_tensors(loading: Any, folder: Path, step: int) -> None:
             )
     sys.stdout.write("\n")
     if len(rows) > 1:
-        sys.stdout.write(job_tables.aligned(rows))
+        sys.stdout.write(job_watching.aligned(rows))

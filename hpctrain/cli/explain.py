@@ -144,7 +144,7 @@ def _of_all(start: Start, variables: Sequence[Reading]) -> str:
         return own
     # What one process does not need.
     from hpctrain.cli.terminal import note
-    from hpctrain.jobs.job_tables import aligned
+    from hpctrain.jobs.job_watching import aligned
     from hpctrain.rendezvous import Answer, Roster, meet
 
     rows: list[Sequence[str]] = []

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from hpctrain.cli.argument_types import RUN
-from hpctrain.jobs import lookup
+from hpctrain.jobs import job_status
 
 __all__ = ["add"]
 
@@ -46,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
     checkpoint = importlib.import_module("hpctrain.checkpoint")
-    directory = lookup.only_run(arguments.run, os.environ)
+    directory = job_status.only_run(arguments.run, os.environ)
     step = checkpoint.export(
         directory,
         arguments.target,

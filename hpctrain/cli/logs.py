@@ -11,10 +11,10 @@ from hpctrain.cli.terminal import INTERRUPTED, note
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError, exit_codes
-from hpctrain.jobs import job_status, job_tables
-from hpctrain.jobs.failures import in_words
+from hpctrain.jobs import job_status, job_watching
+from hpctrain.jobs.job_facts import state_text
 from hpctrain.jobs.job_status import JobStatus
-from hpctrain.jobs.waiting import Log, Stream, wait, worst
+from hpctrain.jobs.job_watching import Log, Stream, wait, worst
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
@@ -135,7 +135,7 @@ def _follow(job: slurm.QueuedJob, out: Stream) -> int:
         note(f"job {job.label} continues")
         return INTERRUPTED
     code = worst(outcomes)
-    note(f"job {job.label} has ended: {in_words(outcomes[0].state, code)}, exit code {code}")
+    note(f"job {job.label} has ended: {state_text(outcomes[0].state, code)}, exit code {code}")
     return code
 
 
@@ -153,5 +153,5 @@ def _copy(status: JobStatus, path: Path | None, out: Stream) -> None:
         waits = status.queued is not None and status.queued.state == "PENDING"
         reason = "the job waits" if waits else error.strerror
         name = status.label or status.run_dir
-        log = job_tables.place(path) if path else "file name unknown"
+        log = job_watching.place(path) if path else "file name unknown"
         raise UsageError("HT828.no-log", name=name, log=log, reason=reason) from None

@@ -9,7 +9,7 @@ from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import note
 from hpctrain.cluster.texts import printable
 from hpctrain.errors import exit_codes
-from hpctrain.jobs import lookup
+from hpctrain.jobs import job_status
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["add"]
@@ -35,7 +35,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the other commands do not need the plotting modules.
     report = importlib.import_module("hpctrain.monitoring.report")
-    paths = [path for name in arguments.runs for path in lookup.run_directories(name, os.environ)]
+    paths = [
+        path for name in arguments.runs for path in job_status.run_directories(name, os.environ)
+    ]
     # Of runs/NAME-*, the shell also gives the logs, and folders of jobs that have not started.
     others = [path for path in paths if path.exists() and not RunDirectory(path).runs()]
     if len(others) < len(paths):

@@ -7,8 +7,8 @@ from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError, exit_codes
-from hpctrain.jobs import lookup
-from hpctrain.jobs.slurm_reasons import explained
+from hpctrain.jobs import job_status
+from hpctrain.jobs.job_facts import explained
 
 __all__ = ["add"]
 
@@ -28,14 +28,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    targets = lookup.own_jobs(arguments.names, os.environ)
+    targets = job_status.own_jobs(arguments.names, os.environ)
     # Check all jobs before requeueing the first.
     for job in [job for named in targets for job in _chosen(named)]:
         _requeue(job)
     return exit_codes.DONE
 
 
-def _chosen(named: lookup.Named) -> list[slurm.QueuedJob]:
+def _chosen(named: job_status.Named) -> list[slurm.QueuedJob]:
     """Return the job itself; for an array, the tasks that run and those that failed."""
     chosen = [job for job in named.jobs if job.label == named.label]
     chosen = chosen or [job for job in named.jobs if job.state not in _LEFT_ALONE]
@@ -49,9 +49,9 @@ def _chosen(named: lookup.Named) -> list[slurm.QueuedJob]:
 
 
 def _requeue(job: slurm.QueuedJob) -> None:
-    from hpctrain.jobs.failures import in_words
+    from hpctrain.jobs.job_facts import state_text
 
-    state = in_words(job.state, job.code)
+    state = state_text(job.state, job.code)
     try:
         slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:

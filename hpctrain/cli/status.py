@@ -12,7 +12,7 @@ from hpctrain.cli.argument_types import RUN
 from hpctrain.cli.terminal import note, put
 from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError, exit_codes
-from hpctrain.jobs import job_status, job_tables, pending
+from hpctrain.jobs import job_facts, job_status, job_watching
 from hpctrain.jobs.job_status import JobStatus
 
 __all__ = ["add"]
@@ -53,8 +53,8 @@ def _main(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"slurm_error": slurm_error, "jobs": jobs}) + "\n")
     elif statuses:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        rows = [job_tables.row_of(status) for status in statuses]
-        put(job_tables.aligned([job_tables.HEADS, *rows], width))
+        rows = [job_watching.row_of(status) for status in statuses]
+        put(job_watching.aligned([job_watching.HEADS, *rows], width))
         if arguments.names:
             _put_details(statuses, arguments.used)
     else:
@@ -68,19 +68,15 @@ def _main(arguments: argparse.Namespace) -> int:
 def _as_json(status: JobStatus, used: bool) -> dict[str, Any]:
     if not used:
         return job_status.as_json(status)
-    from hpctrain.jobs.used import of_job  # seldom needed
-
-    return job_status.as_json(status, of_job(status, os.environ).as_json())
+    return job_status.as_json(status, job_watching.use_of(status, os.environ).as_json())
 
 
 def _put_details(statuses: Sequence[JobStatus], used: bool) -> None:
     for status in statuses:
-        more = pending.lines(status.queued, os.environ) if status.queued else []
+        more = job_facts.waiting_lines(status.queued, os.environ) if status.queued else []
         if used:
-            from hpctrain.jobs.used import of_job
-
-            more += of_job(status, os.environ).lines()
-        if lines := job_tables.details(status, more):
+            more += job_watching.use_of(status, os.environ).lines()
+        if lines := job_watching.details(status, more):
             put(f"{f'job {status.label}' if status.label else status.run_dir}\n{lines}")
 
 

@@ -14,7 +14,7 @@ from hpctrain.jobs import site
 from hpctrain.jobs.spec import JobSpec
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.waiting import JobOutcome
+    from hpctrain.jobs.job_watching import JobOutcome
 
 __all__ = ["add"]
 
@@ -118,18 +118,18 @@ def _dry_run(described: JobSpec, spec: JobSpec) -> int:
 
 def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
     """Wait until the job has ended, and return its exit code."""
-    from hpctrain.jobs import waiting
-    from hpctrain.jobs.failures import in_words
+    from hpctrain.jobs import job_watching
+    from hpctrain.jobs.job_facts import state_text
 
-    log = waiting.Log(log_size, sys.stderr.buffer) if follow and not spec.indices else None
+    log = job_watching.Log(log_size, sys.stderr.buffer) if follow and not spec.indices else None
     try:
-        outcomes = waiting.wait(job, os.environ, note, log)
+        outcomes = job_watching.wait(job, os.environ, note, log)
     except KeyboardInterrupt:
         note(f"job {job} continues")
         _print_next(spec, job)
         return INTERRUPTED
-    code = waiting.worst(outcomes)
-    states = ", ".join(sorted({in_words(one.state, one.exit_code) for one in outcomes}))
+    code = job_watching.worst(outcomes)
+    states = ", ".join(sorted({state_text(one.state, one.exit_code) for one in outcomes}))
     if spec.indices:
         _print_table(spec, outcomes)
     note(f"job {job} has ended: {states}, exit code {code}")
@@ -139,29 +139,29 @@ def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
 
 def _print_table(spec: JobSpec, outcomes: "list[JobOutcome]") -> None:
     """Print the table of `hpctrain status` for the tasks of an array, with their settings."""
-    from hpctrain.jobs import job_status, job_tables
+    from hpctrain.jobs import job_status, job_watching
 
     # Tasks that never ran are one row, with several indices.
     tasks = [(int(one.job.task) if one.job.task.isdigit() else -1, one.job)
              for one in outcomes if one.job]  # fmt: skip
     rows = []
     for index, task in sorted(tasks, key=lambda pair: pair[0]):
-        *cells, run = job_tables.row_of(job_status.of_queued(task, os.environ))
+        *cells, run = job_watching.row_of(job_status.of_queued(task, os.environ))
         setting = spec.sweep[index] if spec.sweep and index >= 0 else ()
         words = [f"--{name} {printable(value)}" for name, value in setting]
         rows.append((*cells, "; ".join([*([" ".join(words)] if words else []), run])))
-    sys.stderr.write(job_tables.aligned([job_tables.HEADS, *rows]))
+    sys.stderr.write(job_watching.aligned([job_watching.HEADS, *rows]))
 
 
 def _print_failures(job: str, outcomes: "list[JobOutcome]") -> None:
     """Print why the tasks have failed, where their logs are, and how to continue."""
-    from hpctrain.jobs import job_status, job_tables
-    from hpctrain.jobs.failures import in_words
+    from hpctrain.jobs import job_status, job_watching
+    from hpctrain.jobs.job_facts import state_text
 
     failed = [(one, one.job) for one in outcomes if one.exit_code and one.job]
     for outcome, record in failed[:_MOST_FAILURES]:
         if outcome.label != job:
-            note(f"job {outcome.label}: {in_words(outcome.state, outcome.exit_code)}")
-        sys.stderr.write(job_tables.details(job_status.of_queued(record, os.environ)))
+            note(f"job {outcome.label}: {state_text(outcome.state, outcome.exit_code)}")
+        sys.stderr.write(job_watching.details(job_status.of_queued(record, os.environ)))
     if len(failed) > _MOST_FAILURES:
         note(f"and {len(failed) - _MOST_FAILURES} more")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.cluster import slurm
 from hpctrain.cluster.slurm.shared_jobs import SharedJobs
 from hpctrain.errors import UsageError, exit_codes
-from hpctrain.jobs import job_status, job_tables
+from hpctrain.jobs import job_status, job_watching
 from hpctrain.jobs.job_status import JobStatus
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ["add"]
 _SECONDS_BETWEEN_QUERIES = 5.0
 _ALWAYS = ("JOB", "NAME", "STATE", "STEP", "LOSS")
 _WIDE, _COLUMNS_FOR_WIDE = (*_ALWAYS[:3], "USED", *_ALWAYS[3:], "SAMPLES/S"), 110
-_PLACE = job_tables.HEADS[-1]
+_PLACE = job_watching.HEADS[-1]
 _SHARES = {"NAME": 1, _PLACE: 2}  # of the width that the other columns leave
 _WIDTH_OF_BAR = 10
 _COLOURS = {
@@ -93,13 +93,15 @@ def _picture(statuses: list[JobStatus], note: str, width: int) -> "RenderableTyp
     from rich.text import Text
 
     wide = _WIDE if width >= _COLUMNS_FOR_WIDE else _ALWAYS
-    rows = [dict(zip(job_tables.HEADS, job_tables.row_of(one), strict=True)) for one in statuses]
+    rows = [
+        dict(zip(job_watching.HEADS, job_watching.row_of(one), strict=True)) for one in statuses
+    ]
     heads = [head for head in wide if any(row[head] for row in rows)]
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold")
     for head in [*heads, "PROGRESS", "", _PLACE]:
         table.add_column(
             head,
-            justify="right" if head in job_tables.RIGHT else "left",
+            justify="right" if head in job_watching.RIGHT else "left",
             no_wrap=True,
             overflow="ellipsis",
             ratio=_SHARES.get(head),

@@ -11,14 +11,14 @@ from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.jobs.handle import Job
-    from hpctrain.jobs.run_progress import curves
+    from hpctrain.jobs.job_watching import curves
     from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["Job", "JobSpec", "curves", "find", "submit"]
 
 if not TYPE_CHECKING:  # a type checker would take any name
     __getattr__ = lazy(
-        __name__, {"handle": ("Job",), "run_progress": ("curves",), "spec": ("JobSpec",)}
+        __name__, {"handle": ("Job",), "job_watching": ("curves",), "spec": ("JobSpec",)}
     )
 
 

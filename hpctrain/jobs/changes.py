@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import printable, shortened
-from hpctrain.jobs.run_progress import label_of, last_start
+from hpctrain.jobs.job_facts import label_of, last_start
 from hpctrain.rundir import frozen_code
 
 __all__ = ["since_previous"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.cluster import slurm
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.jobs import failures, run_progress
+from hpctrain.jobs import job_facts, job_watching
 from hpctrain.jobs.job_store import JobRecord, Outcome
 from hpctrain.rundir import RunDirectory
 
@@ -128,7 +128,7 @@ class Job:
         `plt.plot(*job.curves()["loss"])` draws one. Empty before the first row.
         """
         run = RunDirectory(self.run_dir).current()
-        return run_progress.curves(run.path) if run.identity.exists() else {}
+        return job_watching.curves(run.path) if run.identity.exists() else {}
 
     def cancel(self) -> None:
         """End the job, and keep what it has saved.
@@ -183,8 +183,8 @@ class Job:
 
     def _reason(self) -> str:
         """Return why the run has failed, as `hpctrain run` has recorded it; else empty."""
-        run = run_progress.progress(self.run_dir)
-        return run.reason if run is not None and run.status in failures.FAILED else ""
+        run = job_facts.progress(self.run_dir)
+        return run.reason if run is not None and run.status in job_facts.FAILED else ""
 
     def __repr__(self) -> str:
         """Return id, current state and run directory."""

@@ -1,4 +1,4 @@
-"""Status of a job and of its run: facts from Slurm and from the run directory."""
+"""Status of a job and of its run, found by a number, a run directory, or the job's name."""
 
 import math
 import os
@@ -10,13 +10,197 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.cluster import slurm
 from hpctrain.cluster.hostlist import expand
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
-from hpctrain.jobs import failures, log_names, lookup
-from hpctrain.jobs.run_progress import Progress, label_of, last_job, progress, run_of
-from hpctrain.jobs.slurm_reasons import bare, explained
+from hpctrain.jobs import job_facts, log_names
+from hpctrain.jobs.job_facts import Progress, bare, explained, label_of, last_job, progress, run_of
 from hpctrain.jobs.units import slurm_date, slurm_seconds
+from hpctrain.rundir import RunDirectory
 
-__all__ = ["JobStatus", "as_json", "listed", "named", "of_queued", "without_slurm"]
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Job or run with a given name.
+
+    Attributes:
+        name: name as the user typed it.
+        label: label of the job, or of the whole array if that was named; may be empty.
+        jobs: Slurm's records of the job; several are tasks of one array.
+        run_dir: run directory, if one was named.
+    """
+
+    name: str
+    label: str
+    jobs: tuple[slurm.QueuedJob, ...]
+    run_dir: Path | None = None
+
+
+def find(
+    name: str,
+    user_jobs: Sequence[slurm.QueuedJob],
+    env: Mapping[str, str],
+    active_first: bool = False,
+) -> Named:
+    """Return the job or run with a name.
+
+    Args:
+        name: JOBID, JOBID_TASK, a run directory by its path or by its name below runs, or the name
+            of a job.
+        user_jobs: the user's own jobs.
+        env: environment for Slurm's commands, which look up a number.
+        active_first: whether ended jobs with the name of a job do not count if others go on.
+
+    Raises:
+        UsageError: no job or run has the name, or several have; the message lists candidates.
+        NoAnswerError: Slurm did not answer.
+    """
+    if slurm.is_label(name):
+        jobs = slurm.jobs(env, [name])
+        if jobs:
+            return Named(name, name, tuple(jobs))
+    if path := _run(name):
+        label = label_of(path)
+        # The name alone proves nothing: any run may have the name exp-3.
+        run_jobs = [
+            job for job in user_jobs if job.label == label and _same_folder(run_of(job, env), path)
+        ]
+        return Named(name, label, tuple(run_jobs), path)
+    jobs = [job for job in user_jobs if job.name == name]
+    if active_first:
+        jobs = [job for job in jobs if job.active] or jobs
+    labels = {job.array if job.task != "N/A" else job.label for job in jobs}
+    if len(labels) == 1:
+        return Named(name, labels.pop(), tuple(jobs))
+    if jobs:
+        known = ", ".join(f"{job.label} ({printable(job.state)})" for job in jobs)
+        raise UsageError("HT818.several-jobs-with-name", name=name, jobs=known)
+    raise UsageError("HT818.no-such-job", name=name, candidates=_candidates(user_jobs))
+
+
+def run_of_name(name: str) -> Path:
+    """Return the run directory of a name, where Slurm cannot be asked.
+
+    Raises:
+        UsageError: no run here has the name.
+    """
+    if path := _run(name):
+        return path
+    known = ", ".join(printable(path) for path in runs()[-20:])
+    raise UsageError("HT818.no-such-run", name=name, runs=known or "there are none")
+
+
+def run_directory(name: str, env: Mapping[str, str]) -> Path:
+    """Return the run directory of a folder, a run below ./runs, a job's number or a job's name.
+
+    Slurm is asked only if no folder has the name. A path with a slash may also be missing.
+
+    Raises:
+        UsageError: no run has the name, or several have.
+    """
+    if os.sep in name or os.path.exists(name):
+        return Path(name)
+    if path := _run(name):
+        return path
+    try:
+        jobs = find(name, slurm.jobs(env, uid=os.getuid()), env).jobs
+    except slurm.NoAnswerError:
+        return run_of_name(name)
+    found = {path for path in (run_of(job, env) for job in jobs) if path}
+    if len(found) != 1:
+        several = ", ".join(sorted(map(printable, found))) or "none"
+        raise UsageError("HT818.not-one-run", name=printable(name), runs=several)
+    return found.pop()
+
+
+def run_directories(name: str, env: Mapping[str, str]) -> list[Path]:
+    """Return the run directories of a name, as `run_directory`; of an array, those of its tasks.
+
+    Raises:
+        UsageError: as for `run_directory`.
+    """
+    if slurm.is_label(name) and not _run(name):
+        tasks = {path: path.name.rpartition(f"-{name}_")[2] for path in runs()}
+        found = [path for path, task in tasks.items() if task.isdigit() and task != path.name]
+        if found:
+            return sorted(found, key=lambda path: int(tasks[path]))
+    return [run_directory(name, env)]
+
+
+def only_run(name: str, env: Mapping[str, str]) -> RunDirectory:
+    """Return the run of a name, as `run_directory`; a folder may have one named run.
+
+    Raises:
+        UsageError: as for `run_directory`, or the folder has several runs.
+    """
+    directory = RunDirectory(run_directory(name, env))
+    runs = directory.runs()
+    if len(runs) > 1 and runs[0].path != directory.path:
+        raise directory.missing()
+    return runs[0] if runs else directory
+
+
+def _run(name: str) -> Path | None:
+    """Return the run directory of a name; a number means the only run whose name ends with it."""
+    for path in (Path(name), Path("runs", name)):
+        if name and os.path.isdir(path) and (progress(path) or label_of(path)):
+            return path
+    matches = [
+        folder for folder in runs() if slurm.is_label(name) and folder.name.endswith(f"-{name}")
+    ]
+    return matches[0] if len(matches) == 1 else None
+
+
+def runs() -> list[Path]:
+    """Return the folders below ./runs, sorted, but for hidden ones."""
+    try:
+        found = (path for path in Path("runs").iterdir() if not path.name.startswith("."))
+        return sorted(path for path in found if os.path.isdir(path))
+    except OSError:
+        return []
+
+
+def _same_folder(path: Path | None, other: Path) -> bool:
+    return path is not None and os.path.realpath(path) == os.path.realpath(other)
+
+
+def own_jobs(
+    names: Sequence[str], env: Mapping[str, str], active_first: bool = False
+) -> list[Named]:
+    """Return the user's own jobs in Slurm by their names; all of them, or an error.
+
+    Args:
+        names, env, active_first: as in `find`; the result has an entry for each name.
+
+    Raises:
+        UsageError: as in `find`; or Slurm has no record of a job, or another user owns one.
+        StartError: this host has no Slurm, or Slurm does not answer.
+    """
+    text = ", ".join(printable(name) for name in names)
+    try:
+        user_jobs = slurm.jobs(env, uid=os.getuid())
+        return [_check_owned(find(name, user_jobs, env, active_first)) for name in names]
+    except slurm.NoAnswerError as error:
+        raise slurm.absent(f"{text}: nothing was changed: {error}") from None
+
+
+def _check_owned(named: Named) -> Named:
+    if not named.jobs:
+        name, run_dir = printable(named.name), printable(named.run_dir)
+        label = named.label or "none"
+        raise UsageError("HT819.run-without-job", name=name, label=label, run_dir=run_dir)
+    if others := [job for job in named.jobs if job.uid != str(os.getuid())]:
+        user = printable(others[0].user)
+        raise UsageError("HT820.job-of-another-user", named=named, user=user)
+    return named
+
+
+def _candidates(user_jobs: Sequence[slurm.QueuedJob]) -> str:
+    jobs = [f"{job.label} ({printable(job.name)})" for job in user_jobs if job.active]
+    candidates = jobs[:20] + [printable(path) for path in runs()[-20:]]
+    return ", ".join(candidates) or "there are none"
+
+
+# --- status
 
 # Status of a run that has recorded no end, and of a folder without a run, if their job is over.
 INTERRUPTED, NEVER_BEGAN = "interrupted", "never began"
@@ -75,13 +259,13 @@ class JobStatus:
         """Whether the job has ended without success; False for a cancelled or stopped one."""
         if record := self.queued or self.ended:
             return not self.stopped and record.state in slurm.ENDED - {"COMPLETED", "CANCELLED"}
-        return self.run_status in (*failures.FAILED, INTERRUPTED, NEVER_BEGAN)
+        return self.run_status in (*job_facts.FAILED, INTERRUPTED, NEVER_BEGAN)
 
     @property
     def stopped(self) -> bool:
         """Whether the job was stopped, and not started again; for Slurm it has failed."""
         record = self.queued or self.ended
-        return record is not None and failures.in_words(record.state, record.code) == "stopped"
+        return record is not None and job_facts.state_text(record.state, record.code) == "stopped"
 
     @property
     def failure(self) -> str:
@@ -105,7 +289,7 @@ class JobStatus:
         code = record.code if record else None
         # In another state, such as TIMEOUT, Slurm has ended the job.
         by_itself = record is not None and record.state == "FAILED"
-        return failures.cause(self.progress, self.log, code, by_itself)
+        return job_facts.cause(self.progress, self.log, code, by_itself)
 
 
 def of_queued(job: slurm.QueuedJob, env: Mapping[str, str]) -> JobStatus:
@@ -119,7 +303,7 @@ def without_slurm(names: Sequence[str]) -> list[JobStatus]:
     Raises:
         UsageError: no run here has a name.
     """
-    paths = [lookup.without_slurm(name) for name in names] if names else lookup.runs()
+    paths = [run_of_name(name) for name in names] if names else runs()
     return [JobStatus(label_of(path), run_dir=path) for path in paths]
 
 
@@ -152,7 +336,7 @@ def listed(
         for job in user_jobs or ()
     ]
     shown = {os.path.realpath(status.run_dir) for status in statuses if status.run_dir}
-    others = [path for path in lookup.runs() if os.path.realpath(path) not in shown]
+    others = [path for path in runs() if os.path.realpath(path) not in shown]
     others.sort(key=_changed)
     newest = others[-_MOST_RUNS:]
     for path in newest:
@@ -172,14 +356,14 @@ def _changed(path: Path) -> float:
 def named(
     name: str, user_jobs: Sequence[slurm.QueuedJob], env: Mapping[str, str]
 ) -> list[JobStatus]:
-    """Return the status of the jobs or the run with a name, as in `lookup.find`.
+    """Return the status of the jobs or the run with a name, as in `find`.
 
     Raises:
         UsageError: no job or run has the name, or several have.
         NoAnswerError: Slurm did not answer.
     """
     try:
-        found = lookup.find(name, user_jobs, env)
+        found = find(name, user_jobs, env)
     except UsageError:
         if ended := slurm.ended(name, env):
             return [JobStatus(job.label, ended=job) for job in ended]
@@ -221,12 +405,12 @@ def as_json(status: JobStatus, used: Mapping[str, Any] | None = None) -> dict[st
         "explanation": (explained(job) or None) if job else None,
         "failure": status.failure or None,
         "log": os.path.abspath(status.log) if status.log else None,
-        "run": _run(status, status.run_dir) if status.run_dir else None,
+        "run": _run_as_json(status, status.run_dir) if status.run_dir else None,
         "used": used,
     }
 
 
-def _run(status: JobStatus, run_dir: Path) -> dict[str, Any]:
+def _run_as_json(status: JobStatus, run_dir: Path) -> dict[str, Any]:
     recorded = status.progress or Progress()
     return {
         "path": os.path.abspath(run_dir),

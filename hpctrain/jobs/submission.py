@@ -11,7 +11,6 @@ from hpctrain.cluster import slurm
 from hpctrain.cluster.texts import listed
 from hpctrain.errors import UsageError
 from hpctrain.jobs import job_checks, job_environment, job_paths, script, units
-from hpctrain.jobs.slurm_reasons import absent
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["send", "size_notes", "text", "trial"]
@@ -138,7 +137,7 @@ def _answer(script_text: str, spec: JobSpec, env: Mapping[str, str], *options: s
         answer = slurm.sbatch(script_text.encode(errors="surrogateescape"), env, options)
     except slurm.NoAnswerError as error:
         instead = "hpctrain run … (starts the ranks on this machine)"
-        raise absent(str(error), instead) from None
+        raise slurm.absent(str(error), instead) from None
     if answer.code or not (answer.job or options):
         from hpctrain.jobs import sbatch_errors  # only on an error, as it is slow
 

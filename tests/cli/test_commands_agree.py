@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain import cli, rundir
 from hpctrain.errors import exit_codes
-from hpctrain.jobs import job_status, job_tables
+from hpctrain.jobs import job_status, job_watching
 from hpctrain.monitoring.report import facts
 from hpctrain.monitoring.report.runs import RecordedRun
 
@@ -29,7 +29,7 @@ def test_status_top_and_report_say_the_same_of_a_run(run, capsys, code):
     cli.main(["status", "--json", str(run.path)])
     (entry,) = json.loads(capsys.readouterr().out)["jobs"]
     (status,) = job_status.without_slurm([str(run.path)])
-    row = dict(zip(job_tables.HEADS, job_tables.row_of(status), strict=True))  # top's, too
+    row = dict(zip(job_watching.HEADS, job_watching.row_of(status), strict=True))  # top's, too
     shown = entry["run"]
     assert (shown["status"], shown["reason"], shown["step"]) == (
         reported["status"],

@@ -12,7 +12,7 @@ from fake_slurm import job
 from hpctrain.cluster import slurm
 from hpctrain.cluster.slurm import shared_jobs
 from hpctrain.cluster.slurm.shared_jobs import SharedJobs
-from hpctrain.jobs import waiting
+from hpctrain.jobs import job_watching
 
 OWN = {"UserID": str(os.getuid())}
 
@@ -43,7 +43,7 @@ def test_twenty_waiting_submits_and_a_top_ask_twelve_times_in_a_minute(fake, ask
     monkeypatch.setattr(shared_jobs, "jobs", lambda *_, **__: (times.append(clock[0]), listing)[1])
     readers = [SharedJobs(fake.env, lambda: clock[0]) for _ in range(21)]
     due = [1000.0 + number / 10 for number in range(21)]
-    pauses = [waiting._FIRST_PAUSE] * 20 + [5.0]
+    pauses = [job_watching._FIRST_PAUSE] * 20 + [5.0]
     while min(due) < 1060.0:
         number = due.index(min(due))
         clock[0] = due[number]
@@ -51,7 +51,7 @@ def test_twenty_waiting_submits_and_a_top_ask_twelve_times_in_a_minute(fake, ask
         assert clock[0] - listing_of_reader.taken < 10
         due[number] += pauses[number]
         if number < 20:
-            pauses[number] = min(pauses[number] * waiting._GROWTH, waiting._LONGEST_PAUSE)
+            pauses[number] = min(pauses[number] * job_watching._GROWTH, job_watching._LONGEST_PAUSE)
     assert 6 <= len(times) <= 12
 
 
@@ -126,7 +126,7 @@ def test_without_a_private_folder_or_a_readable_file_each_process_asks(
 def test_wait_does_not_end_by_an_answer_from_before_the_submission(fake, monkeypatch):
     fake.jobs()
     SharedJobs(fake.env).look()
-    watched = waiting._Watched("71", fake.env)
+    watched = job_watching._Watched("71", fake.env)
     fake.jobs(job("71", **OWN))
     assert watched.look() is None
     monkeypatch.setattr(shared_jobs, "_SECONDS", 0.0)

@@ -14,10 +14,10 @@ HPCTRAIN = (launches.PYTHON, "-m", "hpctrain")
 FORGETS = 150
 WAIT = """
 import os, sys
-from hpctrain.jobs import waiting
-outcomes = waiting.wait(sys.argv[1], os.environ, print)
+from hpctrain.jobs import job_watching
+outcomes = job_watching.wait(sys.argv[1], os.environ, print)
 print(outcomes)
-sys.exit(waiting.worst(outcomes))
+sys.exit(job_watching.worst(outcomes))
 """
 
 

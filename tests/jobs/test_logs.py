@@ -10,7 +10,7 @@ from fake_slurm import job
 from processes import until
 
 from hpctrain import cli
-from hpctrain.jobs import waiting
+from hpctrain.jobs import job_watching
 
 LOG = b"0: one\n1: two\rthree\n1: four\n10: five\n1: six"
 
@@ -101,9 +101,9 @@ def test_log_that_is_not_there_is_told(fake, capfdbinary):
 
 def test_log_is_followed_to_the_end_of_the_job(fake, capfdbinary, monkeypatch):
     """Follow a log that grows while the job runs; return the exit code of the job."""
-    monkeypatch.setattr(waiting, "_LOG_SECONDS", 0.05)
-    monkeypatch.setattr(waiting, "_FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(waiting, "_LAST_SECONDS", 0.1)
+    monkeypatch.setattr(job_watching, "_LOG_SECONDS", 0.05)
+    monkeypatch.setattr(job_watching, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(job_watching, "_LAST_SECONDS", 0.1)
     log = Path("runs/train-70.log")
     fake.jobs(job("70", State="PENDING", NodeList="", WorkDir=os.getcwd()))
     codes = []

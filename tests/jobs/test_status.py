@@ -15,7 +15,7 @@ from fake_slurm import job
 from hpctrain import cli, rundir
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import job_tables, lookup, run_progress, slurm_reasons
+from hpctrain.jobs import job_facts, job_status, job_watching
 from hpctrain.rundir import frozen_code
 
 
@@ -137,8 +137,8 @@ def test_status_shows_running_and_pending_jobs(fake, capsys):
     ],
 )
 def test_status_explains_slurm_reasons(reason, words):
-    assert words in slurm_reasons.in_words(reason)
-    assert slurm_reasons.in_words(reason).isprintable()
+    assert words in job_facts.reason_text(reason)
+    assert job_facts.reason_text(reason).isprintable()
 
 
 def test_status_of_job_that_slurm_refused(fake, capsys):
@@ -177,8 +177,8 @@ def test_status_escapes_control_characters(fake, capsys):
 
 def test_status_table_is_cut_for_terminal_only():
     rows = [("JOB", "NAME", "LOSS"), ("70", "", "x" * 50)]
-    assert job_tables.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
-    assert [len(line) for line in job_tables.aligned(rows, 20).splitlines()] == [20, 20]
+    assert job_watching.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
+    assert [len(line) for line in job_watching.aligned(rows, 20).splitlines()] == [20, 20]
 
 
 def test_status_without_slurm_shows_local_runs(fake, capsys):
@@ -344,10 +344,10 @@ def test_status_finds_run_directory_in_batch_script(fake):
         "srun python t.py --run-dir='my runs/x/3' # --run-dir other",
     ):
         fake.command("scontrol", f"#!/bin/bash\n{line}\n")
-        assert run_progress.run_of(one, fake.env) == Path.cwd() / path, line
+        assert job_facts.run_of(one, fake.env) == Path.cwd() / path, line
     for hostile in ("$(touch x)", "`touch x`", "'a", "'my runs/none'"):
         fake.command("scontrol", f"#!/bin/bash\nHPCTRAIN_RUN_DIR={hostile}\n")
-        assert run_progress.run_of(one, fake.env) is None
+        assert job_facts.run_of(one, fake.env) is None
     assert not Path("x").exists()
 
 
@@ -449,22 +449,22 @@ def test_status_of_a_failed_job_names_a_disk_that_is_full_now(fake, capsys, monk
 def test_status_finds_run_that_later_job_resumes(fake):
     path = make_run("train-12", label="70")
     fake.jobs(job("70", WorkDir=os.getcwd()))
-    assert run_progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
-    assert run_progress.label_of(path) == "70"
+    assert job_facts.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
+    assert job_facts.label_of(path) == "70"
 
 
 def test_status_reads_odd_metrics(tmp_path):
     path = make_run("odd-1", step="many", epoch=True, loss=None, samples_per_second=[1])
     path.joinpath("summary.json").write_text("[1")
-    made = run_progress.progress(path)
+    made = job_facts.progress(path)
     assert (made.step, made.epoch, made.loss, made.speed, made.status) == (
         *(None,) * 4,
         "",
     )
     with path.joinpath("metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "loss": 2}\n' * 9000 + '{"step": 9001, "lo')
-    assert (run_progress.progress(path).step, run_progress.progress(path).loss) == (1, 2.0)
-    assert run_progress.progress(tmp_path / "none") is None
+    assert (job_facts.progress(path).step, job_facts.progress(path).loss) == (1, 2.0)
+    assert job_facts.progress(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_status_ignores_hostile_job_number(fake, capsys):
     path = make_run("evil-9")
     start = {"job_id": "\x1b]0;pwn\x07X\nfake row"}
     path.joinpath("starts.jsonl").write_text(json.dumps({"job": start}) + "\n")
-    assert run_progress.label_of(path) == ""
+    assert job_facts.label_of(path) == ""
     out = run_status(capsys, "evil-9").out
     assert len(out.splitlines()) == 2
     assert "pwn" not in out
@@ -545,7 +545,7 @@ def test_status_of_job_with_too_long_name(fake):
     Path("runs").mkdir()
     Path("runs", "deleted").symlink_to("nowhere")
     path = make_run("other", label="70")
-    assert run_progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
+    assert job_facts.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
 
 
 def test_cancel_calls_scancel_and_shows_how_to_resume(fake, capsys):
@@ -670,14 +670,14 @@ def test_run_directory_of_a_folder_a_number_and_a_name(fake):
         "runs/a/model-7": "runs/a/model-7", "train-69": path, "69": path,
         "70": elsewhere.absolute(), "long": elsewhere.absolute(),
     }.items():  # fmt: skip
-        assert lookup.run_directory(name, fake.env) == Path(found), name
+        assert job_status.run_directory(name, fake.env) == Path(found), name
     for name, words in {"71": "neither a job nor a run", "none": "neither"}.items():
         with pytest.raises(UsageError, match=words):
-            lookup.run_directory(name, fake.env)
+            job_status.run_directory(name, fake.env)
     fake.command("scontrol", "#!/bin/bash\nhpctrain run t.py")
     with pytest.raises(UsageError, match="runs of 70: none"):
-        lookup.run_directory("70", fake.env)
+        job_status.run_directory("70", fake.env)
     fake.jobs(None)
-    assert lookup.run_directory("69", fake.env) == path
+    assert job_status.run_directory("69", fake.env) == path
     with pytest.raises(UsageError, match="is not a run here"):
-        lookup.run_directory("71", fake.env)
+        job_status.run_directory("71", fake.env)

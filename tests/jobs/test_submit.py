@@ -18,7 +18,7 @@ from hpctrain import cli
 from hpctrain.cli import job_options
 from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import job_checks, job_paths, log_names, sbatch_errors, waiting
+from hpctrain.jobs import job_checks, job_paths, job_watching, log_names, sbatch_errors
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.rundir import host_ledger
 
@@ -475,8 +475,8 @@ class Timeline:
 
     def wait(self, log=None, sleep=None):
         clock = SimpleNamespace(sleep=sleep or self.next)
-        with mock.patch.object(waiting, "time", clock):
-            return waiting.wait("70", self.fake.env, self.messages.append, log)
+        with mock.patch.object(job_watching, "time", clock):
+            return job_watching.wait("70", self.fake.env, self.messages.append, log)
 
 
 RUNS, WAITS = job("70"), job("70", State="PENDING", Reason="BeginTime", RestartCnt="1", NodeList="")
@@ -504,7 +504,7 @@ def ended_job(word, status=0):
 )
 def test_wait_gives_exit_code_of_job(fake, last, code):
     (outcome,) = Timeline(fake, [RUNS], [last]).wait()
-    assert outcome == waiting.JobOutcome("70", last["State"], code)
+    assert outcome == job_watching.JobOutcome("70", last["State"], code)
 
 
 def test_wait_continues_through_requeue_and_lost_host(fake):
@@ -532,9 +532,11 @@ def test_wait_polls_less_often_and_continues_without_answers_of_slurm(fake):
 
 def test_wait_reads_forgotten_job_from_sacct(fake):
     fake.command("sacct", "70|FAILED|75:0")
-    assert Timeline(fake, [RUNS], []).wait() == [waiting.JobOutcome("70", "FAILED", 75)]
+    assert Timeline(fake, [RUNS], []).wait() == [job_watching.JobOutcome("70", "FAILED", 75)]
     fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
-    assert Timeline(fake, [RUNS], []).wait() == [waiting.JobOutcome("70", "unknown to Slurm", 1)]
+    assert Timeline(fake, [RUNS], []).wait() == [
+        job_watching.JobOutcome("70", "unknown to Slurm", 1)
+    ]
 
 
 def test_wait_gives_outcome_of_each_array_task(fake):
@@ -555,7 +557,7 @@ def test_wait_gives_outcome_of_each_array_task(fake):
     [([0, 0], 0), ([0, 75], 75), ([75, 76], 76), ([76, 1, 75], 1), ([1, 143, 0], 143)],
 )
 def test_wait_exit_code_is_the_worst_of_an_array(codes, code):
-    assert waiting.worst([waiting.JobOutcome("1", "", one) for one in codes]) == code
+    assert job_watching.worst([job_watching.JobOutcome("1", "", one) for one in codes]) == code
 
 
 def test_follow_shows_late_log_and_continues_after_requeue(fake):
@@ -569,7 +571,7 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
                 file.write(b"%d\xff\r" % len(timeline.states))
         timeline.next()
 
-    timeline.wait(waiting.Log(0, out), next_state)
+    timeline.wait(job_watching.Log(0, out), next_state)
     assert out.getvalue() == path.read_bytes()
     assert out.getvalue().startswith(b"2\xff\r1\xff\r0\xff\r")
 
@@ -594,7 +596,7 @@ def test_follow_skips_log_of_earlier_job(fake):
     assert job_paths.log_size(JobSpec(command="x"), fake.env) == 0
     fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
     out = io.BytesIO()
-    log = waiting.Log(8, out)
+    log = job_watching.Log(8, out)
     Path("train.log").write_text("earlier\nlater\n")
     log.read(slurm.jobs(fake.env)[0])
     assert out.getvalue() == b"later\n"
@@ -604,7 +606,7 @@ def test_follow_shows_whole_lines_and_the_rest_at_the_end(fake):
     fake.jobs({**DONE, "STDOUT": f"{os.getcwd()}/train.log"})
     (job,) = slurm.jobs(fake.env)
     path, out = Path("train.log"), io.BytesIO()
-    log = waiting.Log(0, out)
+    log = job_watching.Log(0, out)
     shown = []
     for text in ("loss", " 0.5\nlo", "x" * (1 << 20), "\nend"):
         with path.open("a") as file:
@@ -620,7 +622,7 @@ def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(waiting, "wait", interrupt)
+    monkeypatch.setattr(job_watching, "wait", interrupt)
     assert submit("--wait", "--", "python3", "t.py") == 130
     output = capsys.readouterr()
     assert output.out == "70\n"

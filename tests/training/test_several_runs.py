@@ -8,7 +8,7 @@ from pathlib import Path
 import launches
 import pytest
 
-from hpctrain.jobs import run_progress
+from hpctrain.jobs import job_facts, job_watching
 from hpctrain.rundir import RunDirectory
 
 # It trains three folds, and dies once at the end of a step, given as "fold step".
@@ -106,7 +106,7 @@ def test_stop_file_of_the_directory_stops_the_named_run_that_trains(start, tmp_p
     assert done.returncode == 75, done.stderr
     assert [fold for fold, *_ in results(done)] == [0]
     assert not (tmp_path / "base/stop").exists()
-    found = run_progress.progress(tmp_path / "base")
+    found = job_facts.progress(tmp_path / "base")
     assert found.status == "stopped"
     assert found.step == RunDirectory(tmp_path / "base/fold-1").steps()[-1]
     again = results(start("named", "--run-dir", "base", "--resume"))
@@ -115,7 +115,7 @@ def test_stop_file_of_the_directory_stops_the_named_run_that_trains(start, tmp_p
 
 def test_tools_read_the_runs_of_a_directory(start, tmp_path):
     start("named", "--run-dir", "base")
-    assert run_progress.curves(tmp_path / "base")["fold"][1][-1] == 2
+    assert job_watching.curves(tmp_path / "base")["fold"][1][-1] == 2
     status = launches.start([sys.executable, "-m", "hpctrain", "status", "base"], tmp_path)
     assert "base/fold-2" in status.stdout
     report = launches.start([sys.executable, "-m", "hpctrain", "report", "base"], tmp_path)

@@ -7,6 +7,7 @@ for all callers, else `NoAnswerError`.
 
 from hpctrain.cluster.commands import NoAnswerError
 from hpctrain.cluster.slurm.accounting import Ended, accounts, ended, largest_memory, qualities
+from hpctrain.cluster.slurm.asking import absent
 from hpctrain.cluster.slurm.het_parts import hosts_of_parts, ids_of_parts, of_all_parts
 from hpctrain.cluster.slurm.job_list import QueuedJob, jobs
 from hpctrain.cluster.slurm.job_state import (
@@ -52,6 +53,7 @@ __all__ = [
     "Partition",
     "QueuedJob",
     "Request",
+    "absent",
     "accounts",
     "batch_script",
     "cancel",

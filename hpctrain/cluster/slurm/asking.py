@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hpctrain.cluster.commands import NoAnswerError, run
+from hpctrain.errors import StartError
 
 SECONDS_TO_ANSWER = 10.0
 _NUMBER = re.compile(r"(\d{1,9}(?:\.\d\d)?)([KM]?)", re.ASCII)
@@ -46,3 +47,15 @@ def count(text: str) -> int:
     """Return a number as Slurm prints it: 768, but 2K for 2048; 0 for another text."""
     match = _NUMBER.fullmatch(text)
     return int(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0
+
+
+def absent(reason: str, *instead: str) -> StartError:
+    """Return the error for a missing command of Slurm, or one that did not answer.
+
+    Args:
+        reason: why there is no answer; has "on the PATH" if the command is missing.
+        instead: what to do on a host without Slurm.
+    """
+    if "on the PATH" in reason:
+        return StartError("HT815.no-slurm-commands", reason=reason, fixes=instead)
+    return StartError("HT816.no-answer", reason=reason)
