@@ -110,8 +110,8 @@ class End:
             command: program and arguments of each rank.
             simulates: whether the ranks lack the variables of torchrun.
         """
-        # The package's own commands, such as `-m hpctrain doctor`, train nothing.
-        trains = list(command[1:3]) != ["-m", "hpctrain"]
+        # The package's own commands, such as `-m hpctrain doctor`, and a help train nothing.
+        trains = list(command[1:3]) != ["-m", "hpctrain"] and not {"-h", "--help"} & {*command}
         together = self.opened or self.connected or self.ranks == 1
         if not trains or together or self.code or self.rank is not None:
             return ""

@@ -221,6 +221,13 @@ def test_programs_that_train_alone_are_told_so_also_with_the_variables_of_a_laun
     assert ("hpctrain run without --as" in done.stderr) == (style != "torchrun")
 
 
+def test_help_of_a_script_is_no_training(tmp_path):
+    (tmp_path / "train.py").write_text("print('usage')")
+    done = launches.start([*RUN, "2", "train.py", "--help"], tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["0: usage", "1: usage"]
+    assert "trained alone" not in done.stderr
+
+
 def test_each_rank_has_a_file_for_its_error_as_under_torchrun(tmp_path):
     text = "import os\nprint(os.environ['TORCHELASTIC_ERROR_FILE'])"
     (tmp_path / "train.py").write_text(text)
