@@ -236,7 +236,8 @@ def facts(packages: Sequence[str]) -> dict[str, Any]:
     command = ["hpctrain", *sys.argv[1:]] if ours else [Path(sys.executable).name, *sys.argv]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command),
+        # As a person types it here, whatever has started the program.
+        "command": shlex.join(word.removeprefix(f"{os.getcwd()}/") for word in command),
         "machine": {
             "cpu": _cpu(),
             "cores": len(system.cores()),
