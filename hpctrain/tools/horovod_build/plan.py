@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,16 +184,21 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
             probe = Path(folder) / "probe.cc"
             probe.write_text("#include <Python.h>\n#include <string>\n")
             flags = [f"-std=c++{standard}", "-fsyntax-only", f"-I{sysconfig.get_path('include')}"]
-            try:
-                done = commands.run([compiler, *flags, str(probe)], _SECONDS, env)
-            except commands.NoAnswerError as error:
-                reason = str(error)
-            else:
-                if done.returncode == 0:
-                    return
-                lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
-                reason = f"{compiler} does not compile C++{standard}: {lines[0]}"
+            lines = _refusal([compiler, *flags, str(probe)], env)
+        if not lines:
+            return
+        reason = f"{compiler} does not compile C++{standard}: {lines[0]}"
     raise HpctrainError("HT912.cannot-compile", reason=reason, standard=standard)
+
+
+def _refusal(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return the output of a compiler that fails or does not answer; empty if it succeeds."""
+    try:
+        done = commands.run(list(command), _SECONDS, env)
+    except commands.NoAnswerError as error:
+        return [str(error)]
+    output = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+    return output if done.returncode else []
 
 
 def check_toolkit(cuda: Cuda, env: Mapping[str, str]) -> None:
@@ -207,13 +212,8 @@ def check_toolkit(cuda: Cuda, env: Mapping[str, str]) -> None:
         probe = Path(folder) / "probe.cu"
         probe.write_text(_KERNEL)
         command = [str(cuda.home / "bin" / "nvcc"), *host, "-o", f"{folder}/probe", str(probe)]
-        try:
-            done = commands.run(command, _SECONDS, env)
-        except commands.NoAnswerError as error:
-            reason = str(error)
-        else:
-            if done.returncode == 0:
-                return
-            lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
-            reason = next((line for line in lines if "error" in line.lower()), lines[0])
+        lines = _refusal(command, env)
+    if not lines:
+        return
+    reason = next((line for line in lines if "error" in line.lower()), lines[0])
     raise HpctrainError("HT911.incomplete-cuda", home=cuda.home, reason=reason)
